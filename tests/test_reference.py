@@ -264,7 +264,8 @@ def test_newcomer_outranks_the_prompt_under_decay():
 
 
 def test_group_choice():
-    request = Request("gqa_h2o_sparse_attention", num_kv_heads=2, page_size=1, top_k=1, reserved_bos=0)
+    options = {"top_k": 1, "reserved_bos": 0, "reserved_eos": 1}
+    request = Request("gqa_h2o_sparse_attention", num_kv_heads=2, page_size=1, **options)
     for token in range(5):
         request.write(np.tile(unit(token, 8), (2, 1)), np.tile(unit(token, 8), (2, 1)))
     q = np.concatenate([np.tile(8 * unit(1, 8), (4, 1)), np.tile(8 * unit(3, 8), (4, 1))])
@@ -303,9 +304,8 @@ def test_selection_uses_the_stored_score():
     keys = [0.0, 1.0, 1.001, 0.0]
     chosen = {}
     for dtype in ("bfloat16", "float32"):
-        request = single_tokens(
-            "h2o_token_sparse_attention", top_k=1, reserved_eos=1, score_dtype=dtype
-        )
+        options = {"top_k": 1, "reserved_eos": 1, "score_dtype": dtype}
+        request = single_tokens("h2o_token_sparse_attention", **options)
         for key in keys:
             request.write([[key]], [[0.0]])
         chosen[dtype] = request.select(np.ones((1, 1)))[0][0][1]
