@@ -1,0 +1,39 @@
+"""H2O heavy-hitter sparse attention (arXiv:2306.14048) for LLM decoding in JAX.
+
+A functional paged KV pool is carried as explicit state through a jitted decode step; a policy chooses which
+pages a new token reads. `h2o_jax.nnx` has Flax modules, `h2o_jax.models` loads models that use them, and
+`h2o_jax.reference` is the NumPy float64 oracle.
+"""
+
+from h2o_jax import policies as _policies  # registers the built-in policies
+from h2o_jax.config import CacheConfig
+from h2o_jax.decode import Selection, attend, decode_attention, select_pages, write_tokens
+from h2o_jax.policy import Policy, Window, get_policy, list_policies, register_policy
+from h2o_jax.pool import extend, release
+from h2o_jax.prefill import prefill_attention
+from h2o_jax.state import LayerCache, PagedState, PageTable, check_state, init_state, page_summaries
+
+del _policies
+
+__all__ = [
+    "CacheConfig",
+    "LayerCache",
+    "PageTable",
+    "PagedState",
+    "Policy",
+    "Selection",
+    "Window",
+    "attend",
+    "check_state",
+    "decode_attention",
+    "extend",
+    "get_policy",
+    "init_state",
+    "list_policies",
+    "page_summaries",
+    "prefill_attention",
+    "register_policy",
+    "release",
+    "select_pages",
+    "write_tokens",
+]

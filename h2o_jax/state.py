@@ -1,0 +1,202 @@
+"""The state of a decode loop: page table and pools, as pytrees of fixed arrays.
+
+Letters: B max_requests, M pages_per_request, P page_size, Hkv num_kv_heads, D head_dim.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from h2o_jax.config import CacheConfig
+from h2o_jax.policy import Policy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageTable:
+    """Which pages each request row owns, and the allocator's free pages.
+
+    Attributes:
+        pages: [B, M] int32, logical page -> physical page; `num_pages` (NO_PAGE) where none. The first
+            `pages_in_use[b]` entries of row b are valid.
+        seq_lens: [B] int32, tokens cached in each row, the token being decoded included; 0 for an
+            empty row.
+        free_pages: [num_pages] int32, a stack: its first `num_free` entries are the free physical pages.
+        num_free: int32 scalar.
+        page_size: P (static).
+    """
+
+    pages: jax.Array
+    seq_lens: jax.Array
+    free_pages: jax.Array
+    num_free: jax.Array
+    page_size: int = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def num_pages(self) -> int:
+        """Physical pages of the pool; also NO_PAGE, the entry that names no page."""
+        return self.free_pages.shape[0]
+
+    @property
+    def pages_in_use(self) -> jax.Array:
+        """[B] int32, N = ceil(seq_len / P)."""
+        return -(-self.seq_lens // self.page_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's pool.
+
+    Attributes:
+        k, v: [num_pages, Hkv, P, D] in the pool's dtype. Only slots of owned pages below `seq_len` are
+            valid.
+        aux: arrays the policy declared, each with `num_pages` as its first axis. Of the built-in
+            policies: "summaries" [num_pages, Hkv, S, D] in the pool's dtype, valid for complete pages;
+            "hh_score" [num_pages, Hkv, P].
+        summary_kinds: what the S rows of `aux["summaries"]` are (static).
+    """
+
+    k: jax.Array
+    v: jax.Array
+    aux: dict[str, jax.Array]
+    summary_kinds: tuple[str, ...] = dataclasses.field(default=(), metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedState:
+    """Everything a decode loop carries.
+
+    Attributes:
+        table: page table, shared by all layers.
+        layers: one `LayerCache` per layer.
+    """
+
+    table: PageTable
+    layers: tuple[LayerCache, ...]
+
+
+def init_state(config: CacheConfig, policy: Policy) -> PagedState:
+    """An empty state: no request, every page free. No two of its arrays share a buffer.
+
+    Args:
+        config: sizes of the cache.
+        policy: the policy of the decode loop; layer i holds the arrays that `policy.for_layer(i)` needs.
+
+    Raises:
+        ValueError: the policy can't run with this page size, or a dense layer does not exist.
+    """
+    beyond = [i for i in policy.dense_layers if i >= config.num_layers]
+    if beyond:
+        raise ValueError(f"dense_layers: expected layers below num_layers = {config.num_layers}, got {beyond}")
+    b, m = config.max_requests, config.pages_per_request
+    table = PageTable(
+        pages=jnp.full((b, m), config.num_pages, jnp.int32),
+        seq_lens=jnp.zeros((b,), jnp.int32),
+        free_pages=jnp.arange(config.num_pages - 1, -1, -1, dtype=jnp.int32),  # page 0 is taken first
+        num_free=jnp.array(config.num_pages, jnp.int32),
+        page_size=config.page_size,
+    )
+    return PagedState(table, tuple(_init_layer(config, policy.for_layer(i)) for i in range(config.num_layers)))
+
+
+def _init_layer(config: CacheConfig, policy: Policy) -> LayerCache:
+    return LayerCache(
+        k=jnp.zeros(config.pool_shape, config.dtype),
+        v=jnp.zeros(config.pool_shape, config.dtype),
+        aux=policy.init_aux(config),
+        summary_kinds=policy.summary_kinds,
+    )
+
+
+def page_summaries(cache: LayerCache) -> dict[str, jax.Array]:
+    """The page summaries that the layer's policy keeps.
+
+    Args:
+        cache: a layer's cache.
+
+    Returns:
+        "mean", "max", "min" (those kept): [num_pages, Hkv, D] in the pool's dtype. An entry is valid for
+        a page whose last slot has been written; empty for a policy without summaries.
+    """
+    return {kind: cache.aux["summaries"][:, :, i] for i, kind in enumerate(cache.summary_kinds)}
+
+
+def check_state(state: PagedState, config: CacheConfig) -> None:
+    """Checks every invariant of a state. Eager: it reads the page table back to the host.
+
+    Args:
+        state: the state to check.
+        config: the sizes it was made with.
+
+    Raises:
+        ValueError: a wrong shape or dtype, a length past the row, a page id out of range, a page owned
+            twice, leaked, or both free and owned; the message names row and entry.
+    """
+    _check_arrays(state, config)
+    table = state.table
+    pages, seq_lens, free = (np.asarray(x) for x in (table.pages, table.seq_lens, table.free_pages))
+    num_free = int(table.num_free)
+    no_page = config.num_pages
+    if not 0 <= num_free <= no_page:
+        raise ValueError(f"table.num_free: expected 0 to {no_page}, got {num_free}")
+
+    owner = np.full(no_page, -1, np.int64)  # the row that owns a page
+    for row in range(config.max_requests):
+        length = int(seq_lens[row])
+        if not 0 <= length <= config.max_tokens:
+            raise ValueError(f"table.seq_lens, row {row}: expected 0 to {config.max_tokens}, got {length}")
+        in_use = -(-length // config.page_size)
+        for entry, page in enumerate(pages[row].tolist()):
+            where = f"table.pages, row {row}, entry {entry}"
+            if entry >= in_use:
+                if page != no_page:
+                    raise ValueError(f"{where}: expected NO_PAGE = {no_page} past {in_use} pages, got {page}")
+            elif not 0 <= page < no_page:
+                raise ValueError(f"{where}: expected a page in [0, {no_page}), got {page}")
+            elif owner[page] >= 0:
+                raise ValueError(f"{where}: page {page} is already owned by row {owner[page]}")
+            else:
+                owner[page] = row
+
+    stack = free[:num_free]
+    bad = np.flatnonzero((stack < 0) | (stack >= no_page))
+    if bad.size:
+        entry = bad[0]
+        raise ValueError(
+            f"table.free_pages, entry {entry}: expected a page in [0, {no_page}), got {stack[entry]}"
+        )
+    count = np.bincount(stack, minlength=no_page)
+    for problem, message in (
+        (count > 1, "is in the free stack more than once"),
+        ((count > 0) & (owner >= 0), "is free and owned by a row"),
+        ((count == 0) & (owner < 0), "is leaked: neither free nor owned"),
+    ):
+        if problem.any():
+            raise ValueError(f"table.free_pages: page {int(np.flatnonzero(problem)[0])} {message}")
+
+
+def _check_arrays(state: PagedState, config: CacheConfig) -> None:
+    b, m, n = config.max_requests, config.pages_per_request, config.num_pages
+    table = state.table
+    expected = [
+        ("table.pages", table.pages, (b, m), jnp.int32),
+        ("table.seq_lens", table.seq_lens, (b,), jnp.int32),
+        ("table.free_pages", table.free_pages, (n,), jnp.int32),
+        ("table.num_free", table.num_free, (), jnp.int32),
+    ]
+    for i, layer in enumerate(state.layers):
+        expected += [(f"layers[{i}].{name}", getattr(layer, name), config.pool_shape, config.dtype) for name in "kv"]
+        expected += [(f"layers[{i}].aux[{name!r}]", x, (n, *x.shape[1:]), x.dtype) for name, x in layer.aux.items()]
+    for name, array, shape, dtype in expected:
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"{name}: expected {jnp.dtype(dtype).name}{list(shape)}, got {array.dtype.name}{list(array.shape)}"
+            )
+    if table.page_size != config.page_size:
+        raise ValueError(f"table.page_size: expected {config.page_size}, got {table.page_size}")
+    if len(state.layers) != config.num_layers:
+        raise ValueError(f"layers: expected {config.num_layers}, got {len(state.layers)}")

@@ -1,0 +1,43 @@
+"""Static checks of arguments: each error names the argument, what was expected and what came."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_shape(name: str, array, expected: Sequence[int | None], letters: str):
+    """Raises unless `array` has shape `expected`, where None admits any size."""
+    shape = jnp.shape(array)
+    if len(shape) != len(expected) or any(e is not None and e != s for e, s in zip(expected, shape)):
+        sizes = ", ".join("?" if e is None else str(e) for e in expected)
+        raise ValueError(f"{name}: expected shape {letters} = [{sizes}], got {list(shape)}")
+
+
+def check_dtype(name: str, array, expected: Sequence[str]):
+    """Raises unless the dtype of `array` is one of the names in `expected`."""
+    dtype = jnp.result_type(array)
+    if dtype.name not in expected:
+        raise ValueError(f"{name}: expected dtype {' or '.join(expected)}, got {dtype.name}")
+
+
+def check_heads(num_q_heads: int, num_kv_heads: int):
+    """Raises unless the query heads divide evenly over the KV heads."""
+    if num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"q: expected a multiple of num_kv_heads = {num_kv_heads} query heads, got {num_q_heads}"
+        )
+
+
+def check_choice(name: str, value, choices: Sequence):
+    """Raises unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {tuple(choices)}, got {value!r}")
+
+
+def check_row_ints(batch: int, **arrays):
+    """Raises unless every array is `[B]` int32."""
+    for name, array in arrays.items():
+        check_shape(name, array, (batch,), "[B]")
+        check_dtype(name, array, ("int32",))

@@ -1,0 +1,37 @@
+"""Which implementation of an op runs."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+
+IMPLEMENTATIONS = ("xla", "pallas", "pallas_interpret")
+
+
+def candidates(implementation: str | None) -> tuple[str, ...]:
+    """The implementations to try, best first.
+
+    Raises:
+        ValueError: `implementation` is neither None nor one of `IMPLEMENTATIONS`.
+    """
+    if implementation is None:
+        return ("pallas", "xla") if jax.default_backend() == "gpu" else ("xla",)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: expected None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    return (implementation,)
+
+
+def dispatch(op: str, implementation: str | None, functions: Mapping[str, Callable], *args, **kwargs):
+    """Calls the first candidate that does not raise `NotImplementedError`.
+
+    An implementation that is named explicitly is the only candidate, so its `NotImplementedError`
+    reaches the caller.
+    """
+    names = candidates(implementation)
+    for name in names:
+        try:
+            if name not in functions:
+                raise NotImplementedError(f"{op}: no {name!r} implementation")
+            return functions[name](*args, **kwargs)
+        except NotImplementedError:
+            if name == names[-1]:
+                raise

@@ -1,0 +1,1 @@
+from pallas_kernels.decayed_softmax_scores.api import decayed_softmax_scores as decayed_softmax_scores

@@ -1,0 +1,1 @@
+from pallas_kernels.envelope_scores.api import envelope_scores as envelope_scores

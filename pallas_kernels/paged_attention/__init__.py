@@ -1,0 +1,1 @@
+from pallas_kernels.paged_attention.api import paged_attention as paged_attention

@@ -1,0 +1,1 @@
+from pallas_kernels.top_k_pages.api import top_k_pages as top_k_pages
