@@ -1,0 +1,75 @@
+"""Tensors of a Hugging Face directory: model.safetensors, or shards listed in an index."""
+
+import json
+from pathlib import Path
+
+from h2o_jax.models._optional import require
+from h2o_jax.models.weights import Tensor
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file does not hold a JSON object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected JSON; {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object; got {type(values).__name__}")
+    return values
+
+
+def read_directory(directory: Path) -> dict[str, Tensor]:
+    """Opens the tensors of a directory; each is read when asked for.
+
+    Raises:
+        FileNotFoundError: neither model.safetensors nor its index, or a shard that the index lists, exists.
+        ValueError: a file is not valid safetensors, or a shard lacks a tensor that the index places there.
+    """
+    if (directory / _INDEX).exists():
+        return _read_shards(directory)
+    if not (directory / _SINGLE).exists():
+        raise FileNotFoundError(f"{directory}: expected {_SINGLE} or {_INDEX}; found neither")
+    return _read_file(directory / _SINGLE)
+
+
+def _read_shards(directory):
+    placement = read_json(directory / _INDEX).get("weight_map")
+    if not isinstance(placement, dict):
+        raise ValueError(f"{directory / _INDEX}: expected an object under 'weight_map'; got {placement!r}")
+    shards = {}
+    for shard in sorted(set(placement.values())):
+        if not (directory / shard).exists():
+            raise FileNotFoundError(f"{directory / shard}: expected this shard, listed in {_INDEX}; it is missing")
+        shards[shard] = _read_file(directory / shard)
+    for name, shard in placement.items():
+        if name not in shards[shard]:
+            raise ValueError(f"{directory / shard}: expected tensor {name}, placed there by {_INDEX}; it is missing")
+    return {name: shards[shard][name] for name, shard in placement.items()}
+
+
+def _read_file(path):
+    library = require("safetensors")
+    try:
+        file = library.safe_open(path, framework="numpy")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except library.SafetensorError as error:
+        raise ValueError(f"{path}: truncated or corrupt safetensors file: {error}") from error
+
+    def reader(name):
+        def read():
+            try:
+                return file.get_tensor(name)
+            except (library.SafetensorError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
+
+        return read
+
+    return {name: Tensor(shape, reader(name)) for name, shape in shapes.items()}
