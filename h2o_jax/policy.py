@@ -1,6 +1,8 @@
 """What a policy is, and the registry of policies by name."""
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -39,6 +41,7 @@ class Policy:
         dense_layers: layers that attend to all pages instead.
         summary_kinds: page summaries this policy needs, of "mean", "max", "min" (class attribute); they
             are kept up to date by `write_tokens` and read with `page_summaries`.
+        page_size: the page size this policy requires, None for any (class attribute).
 
     Raises:
         ValueError: a wrong option; the message names it.
@@ -50,6 +53,7 @@ class Policy:
     dense_layers: tuple[int, ...] = ()
 
     summary_kinds: ClassVar[tuple[str, ...]] = ()
+    page_size: ClassVar[int | None] = None
     least_top_k: ClassVar[int] = 1
 
     def __post_init__(self):
@@ -74,7 +78,14 @@ class Policy:
 
         "summaries" is declared here for `summary_kinds`. A policy that accumulates scores declares
         "hh_score" [num_pages, Hkv, P]; `write_tokens` resets it for each written token.
+
+        Raises:
+            ValueError: the policy can't run with this page size.
         """
+        if self.page_size not in (None, config.page_size):
+            raise ValueError(
+                f"page_size: {type(self).__name__} needs pages of {self.page_size} token, got {config.page_size}"
+            )
         if not self.summary_kinds:
             return {}
         shape = (config.num_pages, config.num_kv_heads, len(self.summary_kinds), config.head_dim)
@@ -119,6 +130,11 @@ class Policy:
             The cache (changed only by a policy that accumulates) and [B, Hkv, M] scores.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define score()")
+
+
+def is_number(value: Any) -> bool:
+    """Whether an option is a finite real number."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_int(name: str, value: Any, least: int) -> None:

@@ -1,17 +1,12 @@
-"""Page-level policies: pages are scored by their summaries, with no state of their own (DESIGN: no softmax).
+"""Page-level policies: pages are scored by their summaries, with no state of their own.
 
 For KV head h and page p: mean mu, max M and min m of its keys, `peak(q, p) = sum_d max(q_d M_d, q_d m_d)`.
 """
 
 import dataclasses
 
-from h2o_jax.policy import Policy, register_policy
+from h2o_jax.policy import Policy, is_number, register_policy
 from pallas_kernels import envelope_scores
-
-
-def _check_weight(name: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < float("inf"):
-        raise ValueError(f"{name}: expected a finite number, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +14,8 @@ class SummaryPolicy(Policy):
     """Scores pages by `envelope_scores` over the kinds in `summary_kinds`, joined over a group by `group`."""
 
     group = "max"
+    w_avg = 1.0
+    w_peak = 1.0
 
     def score(self, cache, table, q, window, *, implementation=None):
         return cache, envelope_scores(
@@ -29,8 +26,8 @@ class SummaryPolicy(Policy):
             window.stop,
             kinds=cache.summary_kinds,
             group=self.group,
-            w_avg=getattr(self, "w_avg", 1.0),
-            w_peak=getattr(self, "w_peak", 1.0),
+            w_avg=self.w_avg,
+            w_peak=self.w_peak,
             implementation=implementation,
         )
 
@@ -52,8 +49,9 @@ class H2OPolicy(SummaryPolicy):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_weight("w_avg", self.w_avg)
-        _check_weight("w_peak", self.w_peak)
+        for name in ("w_avg", "w_peak"):
+            if not is_number(getattr(self, name)):
+                raise ValueError(f"{name}: expected a finite number, got {getattr(self, name)!r}")
 
 
 @register_policy("gqa_h2o_sparse_attention")

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from h2o_jax.policy import Policy, register_policy
+from h2o_jax.policy import Policy, is_number, register_policy
 from pallas_kernels import decayed_softmax_scores
 
 SCORE_DTYPES = ("bfloat16", "float16", "float32")
@@ -30,14 +30,14 @@ class H2OTokenPolicy(Policy):
     scale: float | None = None
     score_dtype: Any = jnp.float32
 
+    page_size = 1
     group = "mean"
 
     def __post_init__(self):
         super().__post_init__()
-        number = isinstance(self.decay, (int, float)) and not isinstance(self.decay, bool)
-        if not (number and 0 < self.decay <= 1):
+        if not (is_number(self.decay) and 0 < self.decay <= 1):
             raise ValueError(f"decay: expected a number in (0, 1], got {self.decay!r}")
-        if self.scale is not None and not 0 < self.scale < float("inf"):
+        if self.scale is not None and not (is_number(self.scale) and 0 < self.scale):
             raise ValueError(f"scale: expected None or a positive number, got {self.scale!r}")
         try:
             dtype = jnp.dtype(self.score_dtype)
@@ -48,9 +48,7 @@ class H2OTokenPolicy(Policy):
         object.__setattr__(self, "score_dtype", dtype)
 
     def init_aux(self, config):
-        if config.page_size != 1:
-            raise ValueError(f"page_size: token policies need pages of 1 token, got {config.page_size}")
-        return {"hh_score": jnp.zeros(config.pool_shape[:3], self.score_dtype)}
+        return super().init_aux(config) | {"hh_score": jnp.zeros(config.pool_shape[:3], self.score_dtype)}
 
     def resolve_scale(self, head_dim: int) -> float:
         """The factor on the logits: `scale`, or `head_dim ** -0.5` where that is None."""

@@ -1,0 +1,421 @@
+"""Text generation: chunked prefill, then the whole decode loop in one jitted `while_loop`.
+
+Letters: B request rows, T tokens of a chunk, V vocabulary, P page size.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from h2o_jax.config import CacheConfig
+from h2o_jax.policy import Policy
+from h2o_jax.pool import extend
+from h2o_jax.sampling import greedy, sample_top_p
+from h2o_jax.state import PagedState, init_state
+
+DEFAULT_PAGE_SIZE = 16
+PREFILL_CHUNK = 256
+PAD = -1  # in the token buffer: not generated
+
+
+def generate(
+    model: nnx.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    policy: Policy,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    page_size: int | None = None,
+    config: CacheConfig | None = None,
+    implementation: str | None = None,
+) -> list[list[int]]:
+    """Generates a continuation of each prompt; prompts may differ in length.
+
+    Args:
+        model: a model of `h2o_jax.models`.
+        prompts: token ids of each request, at least one token each.
+        policy: chooses which pages each new token reads.
+        max_new_tokens: most tokens to generate for each prompt.
+        stop_tokens: ids that end a request; the id itself is returned as its last token.
+        temperature: 0 takes the most likely token; above 0 samples with this temperature.
+        top_p: sample from the smallest set of tokens with this probability, in (0, 1].
+        seed: of the sampling.
+        page_size: tokens a page; None is the policy's own where it has one, else 16.
+        config: sizes of the cache, to keep one compilation over many calls; None fits them to the
+            prompts. With it, `page_size` must be left None.
+        implementation: "xla", "pallas", "pallas_interpret" or None for the best here.
+
+    Returns:
+        The new tokens of each prompt, without the prompt.
+
+    Raises:
+        ValueError: an empty prompt, a token id out of the vocabulary, a prompt that with its new tokens
+            exceeds the model's context, the row or the pool, or a wrong option. Nothing has run then.
+    """
+    loop = GenerationLoop(
+        model,
+        prompts,
+        policy=policy,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        page_size=page_size,
+        config=config,
+        implementation=implementation,
+    )
+    for _ in loop.prefill():
+        pass
+    loop.decode()
+    return loop.tokens
+
+
+class GenerationLoop:
+    """One batch of prompts on its way through prefill and decode, for callers that stream or time it.
+
+    Arguments are those of `generate`. Call `prefill()` to its end, then `decode(n)` until `finished`;
+    `compile()` before that separates compilation from running.
+
+    Attributes:
+        config: sizes of the cache.
+        lengths: tokens of each prompt.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        prompts: Sequence[Sequence[int]],
+        *,
+        policy: Policy,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int] = (),
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        page_size: int | None = None,
+        config: CacheConfig | None = None,
+        implementation: str | None = None,
+    ):
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
+        if not temperature >= 0:
+            raise ValueError(f"temperature: expected a number >= 0, got {temperature!r}")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
+        if config is not None and page_size is not None:
+            raise ValueError("page_size: expected None beside config, which has its own")
+        prompts = _check_prompts(prompts, model.config.vocab_size)
+        self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        self.config = config or _fit_config(model, self.lengths, policy, max_new_tokens, page_size)
+        _check_room(self.lengths, max_new_tokens, model.config.max_position_embeddings, self.config)
+
+        self._policy = policy
+        self._chunk = min(PREFILL_CHUNK, _next_power_of_two(int(self.lengths.max())))
+        num_chunks = -(-int(self.lengths.max()) // self._chunk)
+        self._prompts = np.zeros((self.config.max_requests, num_chunks * self._chunk), np.int32)
+        self._prompt_lengths = np.zeros(self.config.max_requests, np.int32)
+        for row, prompt in enumerate(prompts):
+            self._prompts[row, : len(prompt)] = prompt
+            self._prompt_lengths[row] = len(prompt)
+        self._max_new_tokens = max_new_tokens
+        self._graphdef, self._params = nnx.split(model)
+        self._sampling = Sampling(
+            jax.random.key(seed), jnp.float32(temperature), jnp.float32(top_p), is_greedy=temperature == 0
+        )
+        self._static: dict[str, Any] = dict(
+            graphdef=self._graphdef, policy=policy, implementation=implementation
+        )
+        self._stop_tokens = jnp.array(sorted(set(stop_tokens)), jnp.int32)
+        self._state = init_state(self.config, policy)
+        self._hidden = jnp.zeros((self.config.max_requests, model.config.hidden_size), model.config.dtype)
+        self._progress: Progress | None = None
+
+    def compile(self) -> None:
+        """Compiles prefill and decode, by running both on no tokens."""
+        no_tokens = np.zeros((self.config.max_requests, self._chunk), np.int32)
+        self._run_chunk(no_tokens, np.zeros(self.config.max_requests, np.int32))
+        progress = self._start_decode()
+        self._state, _ = self._run_decode(progress, 0)
+
+    def prefill(self) -> Iterator[int]:
+        """Prefills chunk by chunk; yields the number of prompt tokens done after each, all rows together."""
+        for begin in range(0, self._prompts.shape[1], self._chunk):
+            num_tokens = np.clip(self._prompt_lengths - begin, 0, self._chunk)
+            self._run_chunk(self._prompts[:, begin : begin + self._chunk], num_tokens)
+            jax.block_until_ready(self._hidden)
+            yield int(np.minimum(self._prompt_lengths, begin + self._chunk).sum())
+        self._progress = self._start_decode()
+
+    def decode(self, num_tokens: int | None = None) -> list[list[int]]:
+        """Generates up to `num_tokens` more tokens a row (None: to the end); returns those new ones."""
+        if self._progress is None:
+            raise ValueError("decode: expected prefill() to have run to its end")
+        begin = int(self._progress.count) if self._emitted else 0
+        limit = self._max_new_tokens if num_tokens is None else begin + num_tokens
+        self._state, self._progress = self._run_decode(self._progress, min(limit, self._max_new_tokens))
+        self._emitted = True
+        return self._tokens(begin, int(self._progress.count))
+
+    _emitted = False  # the first token comes from the prefill, before any decode step
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has met a stop token or has all its tokens."""
+        progress = self._progress
+        return progress is not None and (
+            int(progress.count) >= self._max_new_tokens or bool(progress.done.all())
+        )
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens generated so far, of each prompt."""
+        return self._tokens(0, 0 if self._progress is None else int(self._progress.count))
+
+    def hand_over(self) -> tuple[PagedState, jax.Array]:
+        """The state after prefill and the last hidden of each row, [B, features]; the loop ends with it."""
+        state, self._state = self._state, None
+        return state, self._hidden
+
+    def _tokens(self, begin: int, end: int) -> list[list[int]]:
+        buffer = np.asarray(self._progress.tokens)[: len(self.lengths), begin:end] if end else []
+        return [[int(t) for t in row if t != PAD] for row in buffer] or [[] for _ in self.lengths]
+
+    def _run_chunk(self, tokens: np.ndarray, num_tokens: np.ndarray) -> None:
+        self._state, self._hidden = prefill_chunk(
+            self._params, self._state, self._hidden, tokens, num_tokens, **self._static
+        )
+
+    def _start_decode(self) -> "Progress":
+        return start_decode(
+            self._params,
+            self._hidden,
+            self._prompt_lengths,
+            self._stop_tokens,
+            self._sampling,
+            graphdef=self._graphdef,
+            max_new_tokens=self._max_new_tokens,
+        )
+
+    def _run_decode(self, progress: "Progress", limit: int) -> tuple[PagedState, "Progress"]:
+        return decode_loop(
+            self._params,
+            self._state,
+            progress,
+            jnp.int32(limit),
+            self._stop_tokens,
+            self._sampling,
+            **self._static,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        key: random key of the run; row b's token at step i is drawn with `fold_in(fold_in(key, b), i)`.
+        temperature, top_p: float32 scalars; see `sample_top_p`.
+        is_greedy: take the most likely token instead (static).
+    """
+
+    key: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    is_greedy: bool = dataclasses.field(metadata=dict(static=True))
+
+    def next_token(self, logits: jax.Array, step: jax.Array) -> jax.Array:
+        """[B] int32: the token after `logits` [B, V] at `step` of the run."""
+        if self.is_greedy:
+            return greedy(logits)
+        rows = jnp.arange(logits.shape[0])
+        keys = jax.vmap(lambda b: jax.random.fold_in(jax.random.fold_in(self.key, b), step))(rows)
+        return sample_top_p(logits, keys, self.temperature, self.top_p)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a decode loop has generated.
+
+    Attributes:
+        tokens: [B, max_new_tokens] int32, PAD where nothing was generated.
+        count: int32 scalar, columns of `tokens` that are filled.
+        newest: [B] int32, each row's newest token, not cached yet.
+        done: [B] bool, rows that are empty or have met a stop token.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    newest: jax.Array
+    done: jax.Array
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("graphdef", "policy", "implementation"),
+    donate_argnames=("state", "last_hidden"),
+)
+def prefill_chunk(params, state, last_hidden, tokens, num_tokens, *, graphdef, policy, implementation):
+    """Prefills the next chunk of each row.
+
+    Args:
+        params: parameters of the model.
+        state: paged state (donated), with room for the tokens.
+        last_hidden: [B, features] hidden of each row's last token so far (donated).
+        tokens: [B, T] int32, right-padded.
+        num_tokens: [B] int32.
+        graphdef, policy, implementation: static.
+
+    Returns:
+        The state, and `last_hidden` after the chunk.
+    """
+    table, _ = extend(state.table, num_tokens)
+    model = nnx.merge(graphdef, params)
+    state, hidden = model.hidden(
+        PagedState(table, state.layers), tokens, num_tokens, policy=policy, implementation=implementation
+    )
+    last = jnp.take_along_axis(hidden, jnp.maximum(num_tokens - 1, 0)[:, None, None], axis=1)[:, 0]
+    return state, jnp.where(num_tokens[:, None] > 0, last, last_hidden)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "max_new_tokens"))
+def start_decode(params, last_hidden, lengths, stop_tokens, sampling, *, graphdef, max_new_tokens):
+    """Draws each row's first new token from the hidden of its prompt's last token.
+
+    Args:
+        params: parameters of the model.
+        last_hidden: [B, features].
+        lengths: [B] int32 prompt lengths; 0 for an empty row.
+        stop_tokens: [S] int32.
+        sampling: how tokens are drawn.
+        graphdef, max_new_tokens: static.
+
+    Returns:
+        The `Progress` after one token.
+    """
+    logits = nnx.merge(graphdef, params).logits(last_hidden)
+    newest = sampling.next_token(logits, jnp.int32(0))
+    empty = lengths == 0
+    tokens = jnp.full((lengths.shape[0], max_new_tokens), PAD, jnp.int32)
+    return Progress(
+        tokens=tokens.at[:, 0].set(jnp.where(empty, PAD, newest)),
+        count=jnp.int32(1),
+        newest=newest,
+        done=empty | jnp.isin(newest, stop_tokens),
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("graphdef", "policy", "implementation"),
+    donate_argnames=("state", "progress"),
+)
+def decode_loop(params, state, progress, limit, stop_tokens, sampling, *, graphdef, policy, implementation):
+    """Decodes until `limit` tokens a row are there or all rows are done.
+
+    Args:
+        params: parameters of the model.
+        state: paged state (donated), with room for the tokens.
+        progress: what has been generated (donated).
+        limit: int32 scalar, at most `max_new_tokens`.
+        stop_tokens: [S] int32.
+        sampling: how tokens are drawn.
+        graphdef, policy, implementation: static.
+
+    Returns:
+        The state and the progress.
+    """
+    model = nnx.merge(graphdef, params)
+
+    def unfinished(carry):
+        _, progress = carry
+        return (progress.count < limit) & ~progress.done.all()
+
+    def step(carry):
+        state, progress = carry
+        num_tokens = (~progress.done).astype(jnp.int32)
+        table, _ = extend(state.table, num_tokens)
+        state, logits = model(
+            PagedState(table, state.layers),
+            progress.newest[:, None],
+            num_tokens,
+            policy=policy,
+            implementation=implementation,
+        )
+        newest = sampling.next_token(logits[:, 0], progress.count)
+        column = jnp.where(progress.done, PAD, newest)
+        return state, Progress(
+            tokens=jax.lax.dynamic_update_slice(
+                progress.tokens, column[:, None], (jnp.int32(0), progress.count)
+            ),
+            count=progress.count + 1,
+            newest=newest,
+            done=progress.done | jnp.isin(newest, stop_tokens),
+        )
+
+    return jax.lax.while_loop(unfinished, step, (state, progress))
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np.ndarray]:
+    if not len(prompts):
+        raise ValueError("prompts: expected at least one prompt, got none")
+    checked = []
+    for i, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not ids.size:
+            raise ValueError(f"prompts[{i}]: expected at least one token id, got {prompt!r:.80}")
+        if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(f"prompts[{i}]: expected token ids in [0, {vocab_size}), got {prompt!r:.80}")
+        checked.append(ids.astype(np.int32))
+    return checked
+
+
+def _fit_config(model, lengths, policy, max_new_tokens, page_size) -> CacheConfig:
+    if page_size is None:
+        page_size = policy.page_size or DEFAULT_PAGE_SIZE
+    if not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"page_size: expected a positive integer, got {page_size!r}")
+    pages = _pages_needed(lengths, max_new_tokens, page_size)
+    return CacheConfig(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        page_size=page_size,
+        num_pages=int(pages.sum()),
+        max_requests=len(lengths),
+        pages_per_request=int(pages.max()),
+        dtype=model.config.dtype,
+    )
+
+
+def _pages_needed(lengths: np.ndarray, max_new_tokens: int, page_size: int) -> np.ndarray:
+    return -(-(lengths.astype(np.int64) + max_new_tokens - 1) // page_size)  # the last new token is not cached
+
+
+def _check_room(lengths: np.ndarray, max_new_tokens: int, context: int, config: CacheConfig) -> None:
+    if len(lengths) > config.max_requests:
+        raise ValueError(f"prompts: expected at most max_requests = {config.max_requests}, got {len(lengths)}")
+    pages = _pages_needed(lengths, max_new_tokens, config.page_size)
+    for i, length in enumerate(lengths):
+        need = f"prompts[{i}]: {length} tokens and {max_new_tokens} new ones"
+        if length + max_new_tokens > context:
+            raise ValueError(f"{need} exceed the model's context of {context} tokens")
+        if pages[i] > config.pages_per_request:
+            raise ValueError(f"{need} need {pages[i]} pages; a row has pages_per_request = {config.pages_per_request}")
+    if pages.sum() > config.num_pages:
+        raise ValueError(f"prompts: {pages.sum()} pages needed in all; the pool has num_pages = {config.num_pages}")
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 1).bit_length()  # at least 2: a chunk of one token would be a decode step
