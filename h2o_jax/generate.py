@@ -137,8 +137,9 @@ class GenerationLoop:
         )
         self._stop_tokens = jnp.array(sorted(set(stop_tokens)), jnp.int32)
         self._state = init_state(self.config, policy)
-        self._hidden = jnp.zeros((self.config.max_requests, model.config.hidden_size), model.config.dtype)
+        self._hidden = jnp.zeros((self.config.max_requests, model.config.hidden_size), model.dtype)
         self._progress: Progress | None = None
+        self._returned = 0  # columns of the token buffer that decode() has returned
 
     def compile(self) -> None:
         """Compiles prefill and decode, by running both on no tokens."""
@@ -160,13 +161,11 @@ class GenerationLoop:
         """Generates up to `num_tokens` more tokens a row (None: to the end); returns those new ones."""
         if self._progress is None:
             raise ValueError("decode: expected prefill() to have run to its end")
-        begin = int(self._progress.count) if self._emitted else 0
+        begin = self._returned
         limit = self._max_new_tokens if num_tokens is None else begin + num_tokens
         self._state, self._progress = self._run_decode(self._progress, min(limit, self._max_new_tokens))
-        self._emitted = True
-        return self._tokens(begin, int(self._progress.count))
-
-    _emitted = False  # the first token comes from the prefill, before any decode step
+        self._returned = int(self._progress.count)
+        return self._tokens(begin, self._returned)
 
     @property
     def finished(self) -> bool:
@@ -179,7 +178,7 @@ class GenerationLoop:
     @property
     def tokens(self) -> list[list[int]]:
         """The tokens generated so far, of each prompt."""
-        return self._tokens(0, 0 if self._progress is None else int(self._progress.count))
+        return self._tokens(0, self._max_new_tokens)
 
     def hand_over(self) -> tuple[PagedState, jax.Array]:
         """The state after prefill and the last hidden of each row, [B, features]; the loop ends with it."""
@@ -187,8 +186,10 @@ class GenerationLoop:
         return state, self._hidden
 
     def _tokens(self, begin: int, end: int) -> list[list[int]]:
-        buffer = np.asarray(self._progress.tokens)[: len(self.lengths), begin:end] if end else []
-        return [[int(t) for t in row if t != PAD] for row in buffer] or [[] for _ in self.lengths]
+        if self._progress is None:
+            return [[] for _ in self.lengths]
+        buffer = np.asarray(self._progress.tokens)[: len(self.lengths), begin:end]
+        return [[int(token) for token in row if token != PAD] for row in buffer]
 
     def _run_chunk(self, tokens: np.ndarray, num_tokens: np.ndarray) -> None:
         self._state, self._hidden = prefill_chunk(
@@ -387,16 +388,7 @@ def _fit_config(model, lengths, policy, max_new_tokens, page_size) -> CacheConfi
     if not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"page_size: expected a positive integer, got {page_size!r}")
     pages = _pages_needed(lengths, max_new_tokens, page_size)
-    return CacheConfig(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        page_size=page_size,
-        num_pages=int(pages.sum()),
-        max_requests=len(lengths),
-        pages_per_request=int(pages.max()),
-        dtype=model.config.dtype,
-    )
+    return model.cache_config(len(lengths), int(pages.max()), page_size, num_pages=int(pages.sum()))
 
 
 def _pages_needed(lengths: np.ndarray, max_new_tokens: int, page_size: int) -> np.ndarray:

@@ -168,6 +168,13 @@ def list_policies() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
+def policy_class(name: str) -> type[Policy]:
+    """The class registered under `name`; ValueError listing the names where there is none."""
+    if name not in _REGISTRY:
+        raise ValueError(f"unknown policy {name!r}; registered are {', '.join(_REGISTRY)}")
+    return _REGISTRY[name]
+
+
 def get_policy(name: str, **options: Any) -> Policy:
     """A policy by its registered name.
 
@@ -179,9 +186,7 @@ def get_policy(name: str, **options: Any) -> Policy:
         ValueError: an unknown name (the message lists the names), an unknown or missing option, or a
             wrong value.
     """
-    if name not in _REGISTRY:
-        raise ValueError(f"unknown policy {name!r}; registered are {', '.join(_REGISTRY)}")
-    cls = _REGISTRY[name]
+    cls = policy_class(name)
     fields = [f for f in dataclasses.fields(cls) if f.init]
     unknown = sorted(set(options) - {f.name for f in fields})
     if unknown:

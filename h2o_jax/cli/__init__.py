@@ -1,0 +1,40 @@
+"""The command line: `h2o-jax COMMAND`. Each command is a module with `add_parser(subparsers)` and `run(args)`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: arguments without the program's name; None for those of the process.
+
+    Returns:
+        The exit code: 0, 1 where a check failed, 2 for bad input, 130 when interrupted.
+    """
+    try:
+        from h2o_jax.cli import generate, info, verify
+    except ImportError as error:
+        return _refuse(f"{error}; the command line needs: pip install 'h2o-jax[cli]'")
+    parser = argparse.ArgumentParser(prog="h2o-jax", description="H2O sparse attention for LLM decoding in JAX.")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (generate, verify, info):
+        command.add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("\nh2o-jax: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _refuse(message: str) -> int:
+    print(f"h2o-jax: error: {message}", file=sys.stderr)
+    return BAD_INPUT

@@ -1,0 +1,101 @@
+"""How far a policy's predictions are from those of dense attention, on the same text.
+
+Letters: n tokens of the continuation, V vocabulary.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from h2o_jax.generate import GenerationLoop
+from h2o_jax.policy import Policy
+from h2o_jax.pool import extend
+from h2o_jax.state import PagedState
+
+
+class Agreement(NamedTuple):
+    """Agreement of a policy's predictions with those of dense attention.
+
+    Attributes:
+        top1: share of positions where both have the same most likely token.
+        mean_kl: mean over positions of KL(dense || policy), in nats.
+    """
+
+    top1: float
+    mean_kl: float
+
+
+def teacher_forced_logits(
+    model: nnx.Module,
+    prompt: Sequence[int],
+    continuation: Sequence[int],
+    *,
+    policy: Policy,
+    page_size: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Logits that predict each token of a given continuation, in decode steps after a dense prefill.
+
+    Args:
+        model: a model of `h2o_jax.models`.
+        prompt: token ids.
+        continuation: n token ids, fed one by one whatever the model predicts.
+        policy: the policy of the decode steps.
+        page_size: tokens a page; None is the policy's own where it has one, else 16.
+        implementation: "xla", "pallas", "pallas_interpret" or None for the best here.
+
+    Returns:
+        [n, V] float32; row i is the prediction of `continuation[i]`. Row 0 comes from the prefill.
+
+    Raises:
+        ValueError: as `generate`, or an empty continuation.
+    """
+    loop = GenerationLoop(
+        model,
+        [prompt],
+        policy=policy,
+        max_new_tokens=len(continuation),
+        page_size=page_size,
+        implementation=implementation,
+    )
+    for _ in loop.prefill():
+        pass
+    state, hidden = loop.hand_over()
+    graphdef, params = nnx.split(model)
+    tokens = jnp.asarray(continuation, jnp.int32)
+    return _forced_decode(
+        params, state, hidden, tokens, graphdef=graphdef, policy=policy, implementation=implementation
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "policy", "implementation"), donate_argnames=("state",)
+)
+def _forced_decode(params, state, hidden, tokens, *, graphdef, policy, implementation):
+    model = nnx.merge(graphdef, params)
+    one = jnp.ones(1, jnp.int32)
+
+    def step(state, token):
+        table, _ = extend(state.table, one)
+        state = PagedState(table, state.layers)
+        state, logits = model(
+            state, token.reshape(1, 1), one, policy=policy, implementation=implementation
+        )
+        return state, logits[0, 0]
+
+    first = model.logits(hidden)
+    _, rest = jax.lax.scan(step, state, tokens[:-1])
+    return jnp.concatenate([first, rest])
+
+
+def agreement(dense_logits: jax.Array, policy_logits: jax.Array) -> Agreement:
+    """Compares two sets of logits [n, V] that predict the same text; the first is the dense one."""
+    dense, other = (np.asarray(jax.nn.log_softmax(x.astype(jnp.float32))) for x in (dense_logits, policy_logits))
+    same = dense.argmax(-1) == other.argmax(-1)
+    divergence = (np.exp(dense) * (dense - other)).sum(-1)
+    return Agreement(top1=float(same.mean()), mean_kl=float(divergence.mean()))
