@@ -1,0 +1,61 @@
+"""Straightforward `jax.numpy` versions over contiguous tokens, whose errors set the tolerance.
+
+Each works on one row of one step and is mapped over many: L tokens (padded), M pages, Hkv KV heads, G group.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def _queries(q, num_kv_heads, policy):
+    q = q.astype(jnp.float32).reshape(num_kv_heads, -1, q.shape[-1])
+    return q if policy.startswith("gqa") else q.mean(axis=1, keepdims=True)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+@functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, None))
+def attention(q, keys, values, chosen, scale):
+    """Attention over chosen tokens.
+
+    Args:
+        q: [Hq, D].
+        keys, values: [L, Hkv, D].
+        chosen: [Hkv, L] bool.
+        scale: factor of the logits.
+    """
+    grouped = q.astype(jnp.float32).reshape(keys.shape[1], -1, q.shape[-1])
+    logits = scale * jnp.einsum("hgd,lhd->hgl", grouped, keys.astype(jnp.float32), precision=HIGHEST)
+    weights = jax.nn.softmax(jnp.where(chosen[:, None], logits, -jnp.inf), axis=-1)
+    out = jnp.einsum("hgl,lhd->hgd", weights, values.astype(jnp.float32), precision=HIGHEST)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "w_avg", "w_peak"))
+@functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, None, None, None))
+def page_scores(q, mean, largest, smallest, policy, w_avg, w_peak):
+    """Page-level scores: `q` [Hq, D], summaries [M, Hkv, D] -> [Hkv, M] float32."""
+    q = _queries(q, mean.shape[1], policy)
+    mean, largest, smallest = (x.astype(jnp.float32) for x in (mean, largest, smallest))
+    by_mean = jnp.einsum("hgd,mhd->hgm", q, mean, precision=HIGHEST).max(axis=1)
+    terms = jnp.maximum(q[:, :, None] * largest.swapaxes(0, 1)[:, None], q[:, :, None] * smallest.swapaxes(0, 1)[:, None])
+    by_peak = terms.sum(axis=-1).max(axis=1)
+    if policy == "block_sparse_attention":
+        return by_mean
+    if policy == "gqa_quest_sparse_attention":
+        return by_peak
+    return w_avg * by_mean + w_peak * by_peak
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "decay", "scale"))
+@functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, None, None, None))
+def token_scores(q, keys, old, scored, policy, decay, scale):
+    """Decayed accumulation: `q` [Hq, D], `keys` [L, Hkv, D], `old` [Hkv, L], `scored` [L] bool -> [Hkv, L]."""
+    q = _queries(q, keys.shape[1], policy)
+    logits = scale * jnp.einsum("hgd,lhd->hgl", q, keys.astype(jnp.float32), precision=HIGHEST)
+    weights = jax.nn.softmax(jnp.where(scored, logits, -jnp.inf), axis=-1).max(axis=1)
+    new = weights + decay * old.astype(jnp.float32)
+    return jnp.where(scored, new, old.astype(jnp.float32)).astype(old.dtype)
