@@ -32,7 +32,7 @@ def pallas_call(
 
     Args:
         kernel: takes the refs of inputs, then outputs.
-        grid: programs along up to three axes. The last two may have at most 65535.
+        grid: programs along up to three axes; the first varies fastest in launch order.
         out_shape: pytree of `jax.ShapeDtypeStruct`.
         interpret: run the kernel's body on the CPU, program by program.
         num_warps: warps of a program, 32 threads each.

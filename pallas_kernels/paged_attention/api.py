@@ -1,10 +1,18 @@
 """Attention over chosen pages. Letters: B rows, M logical pages, W chosen pages, P page size."""
 
+from functools import partial
+
 import jax
 
 from pallas_kernels._checks import FLOAT_DTYPES, check_dtype, check_heads, check_row_ints, check_shape
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import triton, xla
+
+_IMPLEMENTATIONS = {
+    "pallas": partial(triton.paged_attention, interpret=False),
+    "pallas_interpret": partial(triton.paged_attention, interpret=True),
+    "xla": xla.paged_attention,
+}
 
 
 def paged_attention(
@@ -57,7 +65,7 @@ def paged_attention(
     return dispatch(
         "paged_attention",
         implementation,
-        {"xla": xla.paged_attention},
+        _IMPLEMENTATIONS,
         q,
         k_pool,
         v_pool,
