@@ -46,12 +46,12 @@ class Tokenizer:
         special_tokens: text of "bos_token", "eos_token" ..., which chat templates refer to.
     """
 
-    backend: Any
+    backend: Any = dataclasses.field(repr=False)
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     add_bos: bool | None = None
     add_eos: bool = False
-    chat_template: str | None = None
+    chat_template: str | None = dataclasses.field(default=None, repr=False)
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
