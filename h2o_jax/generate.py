@@ -204,7 +204,7 @@ class GenerationLoop:
             self._stop_tokens,
             self._sampling,
             graphdef=self._graphdef,
-            max_new_tokens=self._max_new_tokens,
+            columns=_next_power_of_two(self._max_new_tokens),  # few sizes, so few compilations
         )
 
     def _run_decode(self, progress: "Progress", limit: int) -> tuple[PagedState, "Progress"]:
@@ -250,7 +250,7 @@ class Progress:
     """What a decode loop has generated.
 
     Attributes:
-        tokens: [B, max_new_tokens] int32, PAD where nothing was generated.
+        tokens: [B, columns] int32, PAD where nothing was generated.
         count: int32 scalar, columns of `tokens` that are filled.
         newest: [B] int32, each row's newest token, not cached yet.
         done: [B] bool, rows that are empty or have met a stop token.
@@ -290,8 +290,8 @@ def prefill_chunk(params, state, last_hidden, tokens, num_tokens, *, graphdef, p
     return state, jnp.where(num_tokens[:, None] > 0, last, last_hidden)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "max_new_tokens"))
-def start_decode(params, last_hidden, lengths, stop_tokens, sampling, *, graphdef, max_new_tokens):
+@functools.partial(jax.jit, static_argnames=("graphdef", "columns"))
+def start_decode(params, last_hidden, lengths, stop_tokens, sampling, *, graphdef, columns):
     """Draws each row's first new token from the hidden of its prompt's last token.
 
     Args:
@@ -300,7 +300,8 @@ def start_decode(params, last_hidden, lengths, stop_tokens, sampling, *, graphde
         lengths: [B] int32 prompt lengths; 0 for an empty row.
         stop_tokens: [S] int32.
         sampling: how tokens are drawn.
-        graphdef, max_new_tokens: static.
+        graphdef: static.
+        columns: of the token buffer, at least the number of tokens to generate (static).
 
     Returns:
         The `Progress` after one token.
@@ -308,7 +309,7 @@ def start_decode(params, last_hidden, lengths, stop_tokens, sampling, *, graphde
     logits = nnx.merge(graphdef, params).logits(last_hidden)
     newest = sampling.next_token(logits, jnp.int32(0))
     empty = lengths == 0
-    tokens = jnp.full((lengths.shape[0], max_new_tokens), PAD, jnp.int32)
+    tokens = jnp.full((lengths.shape[0], columns), PAD, jnp.int32)
     return Progress(
         tokens=tokens.at[:, 0].set(jnp.where(empty, PAD, newest)),
         count=jnp.int32(1),
@@ -329,7 +330,7 @@ def decode_loop(params, state, progress, limit, stop_tokens, sampling, *, graphd
         params: parameters of the model.
         state: paged state (donated), with room for the tokens.
         progress: what has been generated (donated).
-        limit: int32 scalar, at most `max_new_tokens`.
+        limit: int32 scalar, at most the columns of `progress.tokens`.
         stop_tokens: [S] int32.
         sampling: how tokens are drawn.
         graphdef, policy, implementation: static.

@@ -73,9 +73,7 @@ def teacher_forced_logits(
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "policy", "implementation"), donate_argnames=("state",)
-)
+@functools.partial(jax.jit, static_argnames=("graphdef", "policy", "implementation"))
 def _forced_decode(params, state, hidden, tokens, *, graphdef, policy, implementation):
     model = nnx.merge(graphdef, params)
     one = jnp.ones(1, jnp.int32)
