@@ -1,0 +1,103 @@
+"""`h2o-jax generate` on a tiny model: text, report, comparison, and every refusal."""
+
+import re
+
+import pytest
+
+from h2o_jax.cli import generate as command
+from h2o_jax.cli import main
+from tests import tiny_llama
+
+PROMPT = "hello world " * 8  # 32 tokens or more
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    values = tiny_llama.config()
+    return tiny_llama.write_directory(tmp_path_factory.mktemp("model"), values, tiny_llama.tensors(values))
+
+
+def test_text_report_and_comparison(directory, capsys):
+    options = ["--raw", "--page-size", "4", "--top-k", "3", "--reserved-bos", "1", "--reserved-eos", "2"]
+    args = ["generate", "--model", str(directory), "--prompt", PROMPT, "--max-new-tokens", "9", "--compare", *options]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    prompt = re.search(r"prefill  (\d+) tokens, [\d.]+ tokens/s", out)
+    length = int(prompt.group(1))
+    new = int(re.search(r"decode   (\d+) tokens, [\d.]+ tokens/s", out).group(1))
+    steps = range(length + 1, length + new)
+    cached = 2 * sum(-(-n // 4) for n in steps)  # two layers
+    read = 2 * sum(min(-(-n // 4), 6) for n in steps)
+    assert 0 < read < cached
+    assert f"read     {read} pages of {cached} cached" in out
+    assert "budget   6 pages of 4 = 24 tokens a step" in out
+    assert re.search(r"common prefix +\d+ of \d+ tokens", out)
+    assert re.search(r"top-1 agreement +[\d.]+%", out)
+    assert float(re.search(r"mean KL\(dense, this\) +([\d.]+)", out).group(1)) > 0
+
+
+def test_comparing_dense_with_itself_agrees(directory, capsys):
+    args = ["generate", "--model", str(directory), "--prompt", PROMPT, "--policy", "dense_attention"]
+    assert main([*args, "--max-new-tokens", "3", "--compare"]) == 0
+    out = capsys.readouterr().out
+    assert "top-1 agreement       100.0%" in out and "0.0000 nats" in out
+
+
+def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, capsys):
+    seen = []
+    encode = command._encode
+    monkeypatch.setattr(command, "_encode", lambda *args: seen.append(args[1]) or encode(*args))
+    file = tmp_path / "text.txt"
+    file.write_text("A text.", encoding="utf-8")
+    args = ["generate", "--model", str(directory), "--prompt-file", str(file), "--prompt", "A question?"]
+    assert main([*args, "--max-new-tokens", "1", "--policy", "gqa_h2o_token_sparse_attention"]) == 0
+    assert seen == ["A text.\n\nA question?"]
+    assert "budget   512 pages of 1 = 512 tokens a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--policy", "nope"], "unknown policy 'nope'; registered are sink_recent_attention, "),
+        (["--policy", "h2o_token_sparse_attention", "--page-size", "16"], "page_size: expected 1 for h2o_token"),
+        (["--page-size", "0"], "page_size: expected a positive integer, got 0"),
+        (["--top-k", "0"], "top_k: expected an integer >= 1, got 0"),
+        (["--reserved-eos", "0"], "reserved_eos: expected an integer >= 1, got 0"),
+        (["--dense-layers", "7"], "dense_layers: expected layers below num_layers = 2, got [7]"),
+        (["--max-new-tokens", "0"], "max_new_tokens: expected a positive integer, got 0"),
+        (["--max-new-tokens", "600"], "exceed the model's context of 512 tokens"),
+        (["--temperature", "-1"], "temperature"),
+        (["--prompt", " "], "the prompt is empty"),
+        (["--prompt-file", "missing.txt"], "missing.txt"),
+        (["--model", "missing.gguf"], "missing.gguf"),
+        (["--implementation", "pallas_interpret", "--top-p", "2"], "top_p"),
+    ],
+)
+def test_bad_input(directory, args, message, capsys):
+    assert main(["generate", "--model", str(directory), "--prompt", PROMPT, *args]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_prompt_file_that_is_not_text(directory, tmp_path, capsys):
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"\xff\xfe\xff")
+    assert main(["generate", "--model", str(directory), "--prompt-file", str(file)]) == 2
+    assert "expected UTF-8 text" in capsys.readouterr().err
+
+
+def test_unreadable_options_end_with_usage(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["generate", "--dense-layers", "first"])
+    assert exit_info.value.code == 2
+    assert "expected layers such as 0,1" in capsys.readouterr().err
+
+
+def test_interrupt(directory, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_generate", interrupted)
+    assert main(["generate", "--model", str(directory), "--prompt", PROMPT]) == 130
+    assert "interrupted" in capsys.readouterr().err
