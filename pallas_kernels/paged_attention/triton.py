@@ -63,14 +63,23 @@ class Tiles:
         return per_split * self.tokens, lax.div(tiles + per_split - 1, per_split)
 
 
+# Most bytes of a head's row (D by the dtype computed with) -> tiles: 16 KiB of keys a tile, so that two stages of
+# keys and values stay under the shared memory of every GPU since Ampere; splits of 256 tokens.
+_TILES = {
+    128: Tiles(tokens=128, split_tiles=2, max_splits=128, num_warps=4, num_stages=3),
+    256: Tiles(tokens=64, split_tiles=4, max_splits=128, num_warps=4, num_stages=3),
+    512: Tiles(tokens=32, split_tiles=8, max_splits=128, num_warps=4, num_stages=3),
+    1024: Tiles(tokens=16, split_tiles=16, max_splits=128, num_warps=4, num_stages=3),
+}
+
+
 def default_tiles(dtype, head_dim: int) -> Tiles:
-    """Tiles for a pool of this dtype and head size: about 16 to 32 KiB of keys a tile."""
+    """Tiles for keys computed with in `dtype`."""
     row = head_dim * jnp.dtype(dtype).itemsize
-    if row <= 128:
-        return Tiles(tokens=128, split_tiles=2, max_splits=128, num_warps=4, num_stages=3)
-    if row <= 384:
-        return Tiles(tokens=64, split_tiles=4, max_splits=128, num_warps=4, num_stages=3)
-    return Tiles(tokens=32, split_tiles=8, max_splits=128, num_warps=4, num_stages=2)
+    for limit, tiles in _TILES.items():
+        if row <= limit:
+            return tiles
+    raise NotImplementedError(f"paged_attention: head_dim {head_dim} of {jnp.dtype(dtype).name} has no tiles")
 
 
 def paged_attention(
@@ -82,11 +91,15 @@ def paged_attention(
     group = num_q_heads // num_kv_heads
     if 0 in (batch, num_kv_heads, num_q_heads, budget, pages.shape[1], k_pool.shape[0], page_size, head_dim):
         raise NotImplementedError("paged_attention: an argument has a dimension of size 0")
-    tiles = tiles or default_tiles(k_pool.dtype, head_dim)
+    # A query of another dtype than the pool's must not be rounded to it.
+    dtype = k_pool.dtype if q.dtype == k_pool.dtype else jnp.float32
+    tiles = tiles or default_tiles(dtype, head_dim)
     splits = tiles.num_splits(budget * page_size)
     shape = (batch, num_kv_heads, splits, group)
     partials = _triton.pallas_call(
-        functools.partial(_split_kernel, scale=scale, group=group, tiles=tiles, interpret=interpret),
+        functools.partial(
+            _split_kernel, scale=scale, group=group, dtype=dtype, tiles=tiles, interpret=interpret
+        ),
         # Heads vary fastest, for they share pages; splits slowest, so that empty ones come last.
         grid=(num_kv_heads, batch, splits),
         out_shape=[
@@ -129,14 +142,13 @@ def _split_kernel(
     *,
     scale: float,
     group: int,
+    dtype,  # of the dots' operands
     tiles: Tiles,
     interpret: bool,
 ):
     head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     num_pages, _, page_size, head_dim = k_ref.shape
     num_logical, budget = pages_ref.shape[1], selected_ref.shape[2]
-    # A query of another dtype than the pool's must not be rounded to it.
-    dtype = k_ref.dtype if q_ref.dtype == k_ref.dtype else jnp.float32
     load = functools.partial(_triton.load_rows, interpret=interpret)
     store = functools.partial(_triton.store_rows, interpret=interpret)
 
@@ -153,16 +165,22 @@ def _split_kernel(
         columns = _split_columns(head_dim)
         q = [load(q_ref, *c.of((row, head * group + g), in_group)).astype(dtype) for c in columns]
 
-        def tile(i, carry):
-            peak, total, acc = carry
+        def locate(i):
+            """Physical page of each token of tile i, -1 where there is none to read; and its slot."""
             f = first + i * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
             logical = load(selected_ref, (row, head, lax.div(f, page_size)), f < stop)
             slot = lax.rem(f, page_size)
             valid = (f < stop) & (logical >= 0) & (logical < num_logical)
             valid &= logical * page_size + slot < seq_len
             page = load(pages_ref, (row, logical), valid)
-            valid &= (page >= 0) & (page < num_pages)
+            return jnp.where(valid & (page >= 0) & (page < num_pages), page, -1), slot
 
+        def tile(i, carry):
+            page, slot, peak, total, acc = carry
+            # The addresses of a tile are found one tile ahead: were they loaded here, the pipeline of loads would
+            # be three loads deep and its stages spent on the addresses.
+            following = locate(i + 1)
+            valid = page >= 0
             logits = jnp.zeros((len(g), tiles.tokens), jnp.float32)
             for q_part, c in zip(q, columns):
                 keys = load(k_ref, *c.of((page, head, slot), valid)).astype(dtype)
@@ -179,13 +197,14 @@ def _split_kernel(
                 # Slots that are not valid load as 0: 0 * NaN would be NaN.
                 values = load(v_ref, *c.of((page, head, slot), valid)).astype(dtype)
                 new_acc.append(part * rescale[:, None] + _dot(weights.astype(dtype), values))
-            return new_peak, total, tuple(new_acc)
+            return *following, new_peak, total, tuple(new_acc)
 
-        peak, total, acc = lax.fori_loop(
+        *_, peak, total, acc = lax.fori_loop(
             0,
             lax.div(stop - first + (tiles.tokens - 1), tiles.tokens),
             tile,
             (
+                *locate(0),
                 jnp.full(len(g), -jnp.inf, jnp.float32),
                 jnp.zeros(len(g), jnp.float32),
                 tuple(jnp.zeros((len(g), c.size), jnp.float32) for c in columns),

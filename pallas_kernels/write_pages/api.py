@@ -1,14 +1,21 @@
 """Writing new tokens into a paged pool. Letters: B rows, T new tokens, M logical pages, P page size."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 
 from pallas_kernels._checks import FLOAT_DTYPES, check_choice, check_dtype, check_row_ints, check_shape
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels.write_pages import xla
+from pallas_kernels.write_pages import triton, xla
 
 SUMMARY_KINDS = ("mean", "max", "min")
+
+_IMPLEMENTATIONS = {
+    "pallas": partial(triton.write_pages, interpret=False),
+    "pallas_interpret": partial(triton.write_pages, interpret=True),
+    "xla": xla.write_pages,
+}
 
 
 def write_pages(
@@ -73,7 +80,7 @@ def write_pages(
     return dispatch(
         "write_pages",
         implementation,
-        {"xla": xla.write_pages},
+        _IMPLEMENTATIONS,
         k_pool,
         v_pool,
         k,
