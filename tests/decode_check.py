@@ -1,9 +1,9 @@
 """The judge of a recorded decode loop: everything in it against the float64 oracle.
 
-Where the library rounds something that it stores, a value near half way may rightly go either way, and what is
-computed from it follows. So each stored value is first proven to be a right rounding of the oracle's, given
-the state before the step, and then taken over by the oracle; by induction over the steps nothing drifts, and
-every comparison can be as tight as one step's arithmetic.
+Where the library rounds something that it stores, a value near half way may rightly go either way, and what
+is computed from it follows. So each stored value is first proven to be a right rounding of the oracle's,
+given the state before the step, and then taken over by the oracle; by induction over the steps nothing
+drifts, and every comparison can be as tight as one step's arithmetic.
 """
 
 import jax.numpy as jnp
@@ -107,11 +107,12 @@ def _check_step(scenario, trace, at, row, request, tables):
     scores = trace.scores[at, row]
     inside = np.isfinite(exact[0])
     assert np.isneginf(scores[:, request.num_pages :]).all(), f"{where}: scores past the last page"
-    assert np.isneginf(scores[:, : request.num_pages][:, ~inside]).all(), f"{where}: scores outside the window"
     scores = scores[:, : request.num_pages]
+    assert np.isneginf(scores[:, ~inside]).all(), f"{where}: scores outside the window"
     if request.policy in reference.TOKEN_POLICIES:
         exact = _check_hh_score(trace, at, row, request, stored, inside, tables["scores"], where)
-        np.testing.assert_array_equal(scores[:, inside], exact[:, inside], f"{where}: score is not the stored one")
+        own = scores[:, inside]
+        np.testing.assert_array_equal(own, exact[:, inside], f"{where}: score is not the stored one")
     elif inside.any():
         _add_page_scores(scenario, tables["scores"], request, q, scores, exact, inside)
     _check_selection(scenario, request, q, pages, scores, exact, where)
@@ -141,7 +142,8 @@ def _check_hh_score(trace, at, row, request, stored, inside, table, where):
     """Compares the scores of one step, given those before it; takes them over and returns them, [Hkv, N]."""
     exact = np.array(request.hh_score)
     got = trace.hh_score[at, 1, row, : request.num_pages, :, 0].T
-    np.testing.assert_array_equal(got[:, ~inside], stored[:, ~inside], f"{where}: hh_score outside the window")
+    outside = f"{where}: hh_score outside the window moved"
+    np.testing.assert_array_equal(got[:, ~inside], stored[:, ~inside], outside)
     if inside.any():
         length = trace.hh_score.shape[3]
         table.add(
@@ -209,7 +211,8 @@ def _add_attention(scenario, table, request, q, pages, got):
 def _check_attention(scenario, name, table):
     dtype = jnp.dtype(scenario.dtype)
     q, keys, values = (table[x].astype(dtype) for x in ("q", "keys", "values"))
-    by_plain = plain.attention(q, keys, values, table["chosen"], scenario.head_dim**-0.5)
+    scale = scenario.head_dim**-0.5 if scenario.scale is None else scenario.scale
+    by_plain = plain.attention(q, keys, values, table["chosen"], scale)
     tolerance.assert_as_good_as_plain(table["got"], table["exact"], by_plain, scenario.dtype, name=name)
 
 
@@ -217,7 +220,8 @@ def _check_scores(scenario, table):
     options, stored = dict(scenario.options), jnp.dtype(scenario.dtype)
     q, inside, got, exact = table["q"].astype(stored), table["inside"], table["got"], table["exact"]
     if scenario.policy in reference.TOKEN_POLICIES:
-        dtype, scale = options.get("score_dtype", jnp.float32), options.get("scale") or scenario.head_dim**-0.5
+        dtype = options.get("score_dtype", jnp.float32)
+        scale = options.get("scale") or scenario.head_dim**-0.5
         keys, old = table["keys"].astype(stored), table["old"].astype(dtype)
         decay = options.get("decay", 0.984375)
         by_plain = plain.token_scores(q, keys, old, inside, scenario.policy, decay, scale)
@@ -242,8 +246,8 @@ def _check_pools(scenario, trace, requests):
             np.testing.assert_array_equal(cached[: request.seq_len], expected, f"row {row}: cached {name}")
     assert not trace.owned.all()
     for before, after in zip(trace.before, trace.after, strict=True):
-        untouched = before[~trace.owned].astype(np.float32)
-        np.testing.assert_array_equal(after[~trace.owned].astype(np.float32), untouched, "an unowned page moved")
+        before, after = (x[~trace.owned].astype(np.float32) for x in (before, after))
+        np.testing.assert_array_equal(after, before, "an unowned page moved")
 
 
 def _padded(heads, length):

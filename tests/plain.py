@@ -41,8 +41,8 @@ def page_scores(q, mean, largest, smallest, policy, w_avg, w_peak):
     q = _queries(q, mean.shape[1], policy)
     mean, largest, smallest = (x.astype(jnp.float32) for x in (mean, largest, smallest))
     by_mean = jnp.einsum("hgd,mhd->hgm", q, mean, precision=HIGHEST).max(axis=1)
-    terms = jnp.maximum(q[:, :, None] * largest.swapaxes(0, 1)[:, None], q[:, :, None] * smallest.swapaxes(0, 1)[:, None])
-    by_peak = terms.sum(axis=-1).max(axis=1)
+    high, low = (q[:, :, None] * x.swapaxes(0, 1)[:, None] for x in (largest, smallest))
+    by_peak = jnp.maximum(high, low).sum(axis=-1).max(axis=1)
     if policy == "block_sparse_attention":
         return by_mean
     if policy == "gqa_quest_sparse_attention":
@@ -53,7 +53,7 @@ def page_scores(q, mean, largest, smallest, policy, w_avg, w_peak):
 @functools.partial(jax.jit, static_argnames=("policy", "decay", "scale"))
 @functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, None, None, None))
 def token_scores(q, keys, old, scored, policy, decay, scale):
-    """Decayed accumulation: `q` [Hq, D], `keys` [L, Hkv, D], `old` [Hkv, L], `scored` [L] bool -> [Hkv, L]."""
+    """Decayed accumulation: `q` [Hq, D], `keys` [L, Hkv, D], `scored` [L] bool; `old` and result [Hkv, L]."""
     q = _queries(q, keys.shape[1], policy)
     logits = scale * jnp.einsum("hgd,lhd->hgl", q, keys.astype(jnp.float32), precision=HIGHEST)
     weights = jax.nn.softmax(jnp.where(scored, logits, -jnp.inf), axis=-1).max(axis=1)

@@ -4,6 +4,7 @@ Letters: S steps, B request rows, M pages_per_request, P page_size, Hq/Hkv heads
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ class Scenario:
         prompts: tokens each row starts with; a row that would outgrow its pages stops growing.
         readmit: None, or (row, step, tokens): before that step the row is released and given a new prompt.
         idle: of every so many steps of a row, one is inactive; 0 for none.
+        scale: of the attention; None is its default.
         grid: inputs are small multiples of 1/4, so that page scores are exact in every dtype and ties abound.
     """
 
@@ -42,6 +44,7 @@ class Scenario:
     readmit: tuple[int, int, int] | None = (5, 70, 5)
     steps: int = 200
     idle: int = 11
+    scale: float | None = None
     grid: bool = False
     seed: int = 0
 
@@ -69,15 +72,16 @@ class Scenario:
             options["score_scale"] = options.pop("scale")
         if "score_dtype" in options:
             options["score_dtype"] = jnp.dtype(options["score_dtype"]).name
-        sizes = {"num_kv_heads": self.num_kv_heads, "page_size": self.page_size, "dtype": self.dtype}
-        return reference.Request(self.policy, **(sizes | options | overrides))
+        fields = ("num_kv_heads", "page_size", "dtype", "scale")
+        fixed = {name: getattr(self, name) for name in fields}
+        return reference.Request(self.policy, **(fixed | options | overrides))
 
 
 def draw(scenario, rng, shape, queries=False):
     """Random float64 values that the scenario's dtype holds exactly: [..., heads, D]."""
     if not scenario.grid:
         return reference.round_to(rng.standard_normal(shape), scenario.dtype)
-    quarters = rng.integers(-8, 9, shape)
+    quarters = rng.integers(-4, 5, shape)
     if queries:
         # The mean over a group is exact only where its sum is a multiple of G.
         groups = quarters.reshape(*shape[:-2], scenario.num_kv_heads, scenario.group, shape[-1])
@@ -160,6 +164,18 @@ def float64(x):
     return np.asarray(x).astype(np.float64)
 
 
+def _by_row(table, cache):
+    """The aux arrays by logical page, [B, M, ...], NaN where a row has none."""
+    return {name: x.at[table.pages].get(mode="fill", fill_value=jnp.nan) for name, x in cache.aux.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "scale", "implementation"), donate_argnums=0)
+def _prefill(state, q, k, v, num_tokens, **options):
+    table, ok = h2o_jax.extend(state.table, num_tokens)
+    cache, out = h2o_jax.prefill_attention(state.layers[0], table, q, k, v, num_tokens, **options)
+    return h2o_jax.PagedState(table, (cache,)), (ok, out, _by_row(table, cache))
+
+
 def _gather(pool, pages):
     pool = np.concatenate([float64(pool), np.full((1, *pool.shape[1:]), np.nan)])  # NO_PAGE reads the last
     return pool[pages]
@@ -190,12 +206,6 @@ def run(
     heads, kv_heads = scenario.num_kv_heads * scenario.group, scenario.num_kv_heads
     traced = 0
 
-    def snapshot(table, cache):
-        found = {}
-        for name, array in cache.aux.items():
-            found[name] = array.at[table.pages].get(mode="fill", fill_value=jnp.nan)
-        return found
-
     def step(state, q, k, v, grow):
         nonlocal traced
         traced += 1
@@ -204,17 +214,11 @@ def run(
         options = {"policy": policy, "implementation": implementation}
         cache = write(cache, table, k[:, None], v[:, None], live.astype(jnp.int32), **options)
         cache, chosen = select(cache, table, q, active=live, **options)
-        out = attend(cache, table, q, chosen, active=live, implementation=implementation)
-        return h2o_jax.PagedState(table, (cache,)), (live, out, chosen, snapshot(table, cache))
+        options = {"scale": scenario.scale, "active": live, "implementation": implementation}
+        out = attend(cache, table, q, chosen, **options)
+        return h2o_jax.PagedState(table, (cache,)), (live, out, chosen, _by_row(table, cache))
 
-    def prefill(state, q, k, v, num_tokens):
-        table, ok = h2o_jax.extend(state.table, num_tokens)
-        cache, out = h2o_jax.prefill_attention(
-            state.layers[0], table, q, k, v, num_tokens, policy=policy, implementation=implementation
-        )
-        return h2o_jax.PagedState(table, (cache,)), (ok, out, snapshot(table, cache))
-
-    step, prefill = jax.jit(step, donate_argnums=0), jax.jit(prefill, donate_argnums=0)
+    step = jax.jit(step, donate_argnums=0)
     state = poisoned_state(scenario, value=poison)
     before = [np.asarray(x) for x in jax.tree.leaves(state.layers[0])]
     owned = np.zeros(config.num_pages, bool)
@@ -227,9 +231,11 @@ def run(
         for array in arrays:
             array[np.arange(longest) >= np.asarray(tokens)[:, None]] = poison
         inputs = [x.astype(config.dtype) for x in arrays]
-        state, (ok, out, found) = prefill(state, *inputs, np.asarray(tokens, np.int32))
+        tokens = np.asarray(tokens, np.int32)
+        options = {"policy": policy, "scale": scenario.scale, "implementation": implementation}
+        state, (ok, out, found) = _prefill(state, *inputs, tokens, **options)
         assert bool(ok.all())
-        prefills.append((at, *arrays, np.asarray(tokens), float64(out)))
+        prefills.append((at, *arrays, tokens, float64(out)))
         return state, {name: float64(x) for name, x in found.items()}
 
     state, found = admit(state, 0, scenario.prompts)
