@@ -73,8 +73,8 @@ class H2OAttention(nnx.Module):
         if head_dim is None:
             if in_features % num_heads:
                 raise ValueError(
-                    "head_dim: expected in_features to be a multiple of num_heads where no head_dim is given; "
-                    f"got in_features = {in_features}, num_heads = {num_heads}"
+                    "head_dim: expected in_features to be a multiple of num_heads where no head_dim is "
+                    f"given; got in_features = {in_features}, num_heads = {num_heads}"
                 )
             head_dim = in_features // num_heads
         if rope is not None and rope.head_dim != head_dim:
@@ -101,7 +101,9 @@ class H2OAttention(nnx.Module):
             )
 
         def norm():
-            return nnx.RMSNorm(head_dim, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            return nnx.RMSNorm(
+                head_dim, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            )
 
         self.q_proj = linear(in_features, num_heads * head_dim, use_qkv_bias)
         self.k_proj = linear(in_features, num_kv_heads * head_dim, use_qkv_bias)
@@ -175,6 +177,14 @@ class H2OAttention(nnx.Module):
             )
         else:
             cache, out = prefill_attention(
-                cache, table, q, k, v, num_tokens, policy=policy, scale=self.scale, implementation=implementation
+                cache,
+                table,
+                q,
+                k,
+                v,
+                num_tokens,
+                policy=policy,
+                scale=self.scale,
+                implementation=implementation,
             )
         return cache, self.o_proj(out.reshape(rows, length, self.num_heads * self.head_dim))

@@ -135,4 +135,6 @@ class RotaryEmbedding:
             raise ValueError(f"x: expected a last axis of head_dim = {self.head_dim}; got shape {x.shape}")
         cos, sin = (table[:, :, None, :] for table in self.tables(positions))
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
+            x.dtype
+        )

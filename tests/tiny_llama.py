@@ -12,7 +12,8 @@ import numpy as np
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 8, 32, 48, 2
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -55,7 +56,11 @@ def tensors(values, seed=0):
     """Random tensors of that config, by Hugging Face name, float32."""
     rng = np.random.default_rng(seed)
     hidden, inner, vocab = values["hidden_size"], values["intermediate_size"], values["vocab_size"]
-    heads, kv_heads, head_dim = values["num_attention_heads"], values["num_key_value_heads"], values["head_dim"]
+    heads, kv_heads, head_dim = (
+        values["num_attention_heads"],
+        values["num_key_value_heads"],
+        values["head_dim"],
+    )
     bias = values["model_type"] == "qwen2" or values.get("attention_bias", False)
 
     def matrix(rows, columns):
@@ -162,7 +167,12 @@ def converter_rows(weight, heads):
     """The row order in which the converter stores q and k of the `llama` architecture: row 2j + h of a
     head is row h * D/2 + j of the model's."""
     size = weight.shape[0] // heads
-    order = [head * size + half * (size // 2) + j for head in range(heads) for j in range(size // 2) for half in (0, 1)]
+    order = [
+        head * size + half * (size // 2) + j
+        for head in range(heads)
+        for j in range(size // 2)
+        for half in (0, 1)
+    ]
     return weight[order]
 
 
@@ -235,11 +245,19 @@ def frequencies(values):
 def forward(values, weights, tokens):
     """Logits [T, V] of the whole sequence, float64."""
     weights = {name: weight.astype(np.float64) for name, weight in weights.items()}
-    heads, kv_heads, head_dim = values["num_attention_heads"], values["num_key_value_heads"], values["head_dim"]
+    heads, kv_heads, head_dim = (
+        values["num_attention_heads"],
+        values["num_key_value_heads"],
+        values["head_dim"],
+    )
     length = len(tokens)
 
     def norm(x, name):
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + values["rms_norm_eps"]) * weights[name + ".weight"]
+        return (
+            x
+            / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + values["rms_norm_eps"])
+            * weights[name + ".weight"]
+        )
 
     def linear(x, name):
         return x @ weights[name + ".weight"].T + weights.get(name + ".bias", 0.0)
@@ -269,7 +287,9 @@ def forward(values, weights, tokens):
         x = x + linear(attended.reshape(length, -1), prefix + "self_attn.o_proj")
         h = norm(x, prefix + "post_attention_layernorm")
         gate = linear(h, prefix + "mlp.gate_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, prefix + "mlp.up_proj"), prefix + "mlp.down_proj")
+        x = x + linear(
+            gate / (1 + np.exp(-gate)) * linear(h, prefix + "mlp.up_proj"), prefix + "mlp.down_proj"
+        )
     h = norm(x, "model.norm")
     head = "model.embed_tokens.weight" if values["tie_word_embeddings"] else "lm_head.weight"
     return h @ weights[head].T

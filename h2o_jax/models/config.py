@@ -11,7 +11,9 @@ SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 def unsupported_architecture(name) -> ValueError:
     """The error for an architecture this package has no model for."""
-    return ValueError(f"architecture: {name!r} is not supported; expected one of {', '.join(SUPPORTED_ARCHITECTURES)}")
+    return ValueError(
+        f"architecture: {name!r} is not supported; expected one of {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

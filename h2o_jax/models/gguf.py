@@ -127,8 +127,8 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     window = optional("attention.sliding_window")
     if window and window < context:
         raise ValueError(
-            f"{architecture}.attention.sliding_window: expected none; got {window}. Such a model must not see "
-            "older tokens, and the policies here keep every page readable"
+            f"{architecture}.attention.sliding_window: expected none; got {window}. Such a model must not "
+            "see older tokens, and the policies here keep every page readable"
         )
     hidden_size, num_heads = per_model("embedding_length"), per_model("attention.head_count")
     head_dim = int(optional("attention.key_length", hidden_size // num_heads))

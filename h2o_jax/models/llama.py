@@ -98,7 +98,9 @@ class Llama(nnx.Module):
                 rngs=rngs,
             )
 
-    def cache_config(self, max_requests, pages_per_request, page_size, num_pages=None, *, dtype=None) -> CacheConfig:
+    def cache_config(
+        self, max_requests, pages_per_request, page_size, num_pages=None, *, dtype=None
+    ) -> CacheConfig:
         """A CacheConfig that fits this model.
 
         Args:

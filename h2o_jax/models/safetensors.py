@@ -47,11 +47,15 @@ def _read_shards(directory):
     shards = {}
     for shard in sorted(set(placement.values())):
         if not (directory / shard).exists():
-            raise FileNotFoundError(f"{directory / shard}: expected this shard, listed in {_INDEX}; it is missing")
+            raise FileNotFoundError(
+                f"{directory / shard}: expected this shard, listed in {_INDEX}; it is missing"
+            )
         shards[shard] = _read_file(directory / shard)
     for name, shard in placement.items():
         if name not in shards[shard]:
-            raise ValueError(f"{directory / shard}: expected tensor {name}, placed there by {_INDEX}; it is missing")
+            raise ValueError(
+                f"{directory / shard}: expected tensor {name}, placed there by {_INDEX}; it is missing"
+            )
     return {name: shards[shard][name] for name, shard in placement.items()}
 
 

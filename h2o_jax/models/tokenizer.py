@@ -83,7 +83,9 @@ class Tokenizer:
             value = config.get(name)
             if value is not None:
                 special[name] = value["content"] if isinstance(value, dict) else value
-        ids = {name: backend.token_to_id(special[name]) for name in ("bos_token", "eos_token") if name in special}
+        ids = {
+            name: backend.token_to_id(special[name]) for name in ("bos_token", "eos_token") if name in special
+        }
         for name, token_id in ids.items():
             if token_id is None:
                 raise ValueError(f"{name}: expected a token of the vocabulary; got {special[name]!r}")
@@ -127,11 +129,16 @@ class Tokenizer:
         if len(types) != len(tokens):
             raise ValueError(f"tokenizer.ggml.token_type: expected {len(tokens)} entries; got {len(types)}")
         ids = {name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom")}
-        ids |= {"unk": _token_id(metadata, "unknown", len(tokens)), "pad": _token_id(metadata, "padding", len(tokens))}
+        ids |= {
+            "unk": _token_id(metadata, "unknown", len(tokens)),
+            "pad": _token_id(metadata, "padding", len(tokens)),
+        }
 
         backend = _byte_level_bpe(tokens, merges, types, pre)
         ends = [ids["eos"], ids["eot"], ids["eom"]]
-        ends += [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in _END_TOKENS]
+        ends += [
+            index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in _END_TOKENS
+        ]
         return cls(
             backend=backend,
             bos_id=ids["bos"],
@@ -140,7 +147,9 @@ class Tokenizer:
             add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
             chat_template=metadata.get("tokenizer.chat_template"),
             special_tokens={
-                f"{name}_token": tokens[ids[name]] for name in ("bos", "eos", "unk", "pad") if ids[name] is not None
+                f"{name}_token": tokens[ids[name]]
+                for name in ("bos", "eos", "unk", "pad")
+                if ids[name] is not None
             },
         )
 
@@ -270,7 +279,8 @@ def _byte_level_bpe(tokens, merges, types, pre):
     if pre == "qwen2":
         backend.normalizer = library.normalizers.NFC()
     splits = [
-        library.pre_tokenizers.Split(library.Regex(pattern), behavior="isolated") for pattern in _PRE_TOKENIZERS[pre]
+        library.pre_tokenizers.Split(library.Regex(pattern), behavior="isolated")
+        for pattern in _PRE_TOKENIZERS[pre]
     ]
     byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = library.pre_tokenizers.Sequence([*splits, byte_level])

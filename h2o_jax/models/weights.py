@@ -39,9 +39,13 @@ def parameter_names(config: LlamaConfig) -> dict[str, tuple]:
         prefix, block = f"model.layers.{index}.", ("blocks", index)
         names[prefix + "input_layernorm.weight"] = (*block, "attention_norm", "scale")
         names[prefix + "post_attention_layernorm.weight"] = (*block, "mlp_norm", "scale")
-        projections = [("self_attn", "attention", name, config.qkv_bias) for name in ("q_proj", "k_proj", "v_proj")]
+        projections = [
+            ("self_attn", "attention", name, config.qkv_bias) for name in ("q_proj", "k_proj", "v_proj")
+        ]
         projections.append(("self_attn", "attention", "o_proj", config.out_bias))
-        projections += [("mlp", "mlp", name, config.mlp_bias) for name in ("gate_proj", "up_proj", "down_proj")]
+        projections += [
+            ("mlp", "mlp", name, config.mlp_bias) for name in ("gate_proj", "up_proj", "down_proj")
+        ]
         for theirs, ours, name, bias in projections:
             names[f"{prefix}{theirs}.{name}.weight"] = (*block, ours, name, "kernel")
             if bias:
@@ -89,20 +93,29 @@ def load_weights(config: LlamaConfig, tensors: Mapping[str, Tensor], dtype) -> L
 def _check_names(config, names, tensors):
     missing = [name for name in names if name not in tensors]
     if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         why = ""
         if "lm_head.weight" in missing:
             why = " (the config says tie_word_embeddings = false, so the output head needs its own tensor)"
-        raise ValueError(f"tensors: expected {shown}; missing from the file{why}")
+        raise ValueError(f"tensors: expected {_listed(missing)}; missing from the file{why}")
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
     unexpected = [
-        name for name in tensors if name not in names and name not in optional and not _IGNORED.fullmatch(name)
+        name
+        for name in tensors
+        if name not in names and name not in optional and not _IGNORED.fullmatch(name)
     ]
     if unexpected:
-        shown = ", ".join(unexpected[:5]) + (f" and {len(unexpected) - 5} more" if len(unexpected) > 5 else "")
-        raise ValueError(f"tensors: expected only those of a {config.architecture} model; got also {shown}")
+        raise ValueError(
+            f"tensors: expected only those of a {config.architecture} model; got also {_listed(unexpected)}"
+        )
     if optional & set(tensors):
-        _check_shape("lm_head.weight", tensors["lm_head.weight"].shape, (config.vocab_size, config.hidden_size))
+        _check_shape(
+            "lm_head.weight", tensors["lm_head.weight"].shape, (config.vocab_size, config.hidden_size)
+        )
+
+
+def _listed(names):
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def _check_shape(name, got, expected):
