@@ -1,6 +1,7 @@
 """Page scores from page summaries. Letters: B rows, M logical pages, G query heads of a KV head."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 
@@ -13,10 +14,16 @@ from pallas_kernels._checks import (
     check_shape,
 )
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels.envelope_scores import xla
+from pallas_kernels.envelope_scores import triton, xla
 
 GROUPS = ("mean", "max")
 KINDS = (("mean", "max", "min"), ("max", "min"), ("mean",))
+
+_IMPLEMENTATIONS = {
+    "pallas": partial(triton.envelope_scores, interpret=False),
+    "pallas_interpret": partial(triton.envelope_scores, interpret=True),
+    "xla": xla.envelope_scores,
+}
 
 
 def envelope_scores(
@@ -73,7 +80,7 @@ def envelope_scores(
     return dispatch(
         "envelope_scores",
         implementation,
-        {"xla": xla.envelope_scores},
+        _IMPLEMENTATIONS,
         q,
         summaries,
         pages,
