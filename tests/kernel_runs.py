@@ -10,6 +10,13 @@ GPU_MARKS = (pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUD
 _QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+def on_gpu(f):
+    """Marks a test that only a GPU can run."""
+    for mark in GPU_MARKS:
+        f = mark(f)
+    return f
+
+
 def over_cases(cases, interpreted):
     """Parametrises `case` and `implementation`: the cases named in `interpreted` on a CPU, all of them on a GPU."""
     params = [pytest.param(c, "pallas_interpret", id=f"{c.id}-interpret") for c in cases if c.id in interpreted]

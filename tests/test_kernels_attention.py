@@ -13,7 +13,7 @@ from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.cases import CASES, Case, make
 from tests import plain, tolerance
-from tests.kernel_runs import GPU_MARKS, jit, over_cases, over_implementations
+from tests.kernel_runs import jit, on_gpu, over_cases, over_implementations
 from tests.lowering import KERNEL_TARGET, lower_for_cuda
 
 BY_ID = {case.id: case for case in CASES}
@@ -130,9 +130,8 @@ def test_lowers_for_cuda(case):
     assert text.count(KERNEL_TARGET) == 2
 
 
+@on_gpu
 @pytest.mark.parametrize("case", [c for c in CASES if c.benchmark], ids=lambda case: case.id)
-@pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA GPU")
 def test_parity_at_size(case):
     case = dataclasses.replace(case, num_kv_heads=1) if case.budget > 2048 else case
     arrays = make(case)
@@ -314,8 +313,7 @@ def test_head_dim_without_tiles():
         jax.eval_shape(functools.partial(paged_attention, scale=1.0, implementation="pallas"), *arrays.values())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA GPU")
+@on_gpu
 def test_pool_beyond_32_bits():
     case = Case("far", num_kv_heads=8, head_dim=128, budget=16, lengths=(1000, 77, 4000))
     arrays = make(case)
