@@ -1,10 +1,18 @@
 """The best-scoring pages of a window. Letters: B rows, M logical pages."""
 
+from functools import partial
+
 import jax
 
 from pallas_kernels._checks import check_dtype, check_row_ints, check_shape
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels.top_k_pages import xla
+from pallas_kernels.top_k_pages import triton, xla
+
+_IMPLEMENTATIONS = {
+    "pallas": partial(triton.top_k_pages, interpret=False),
+    "pallas_interpret": partial(triton.top_k_pages, interpret=True),
+    "xla": xla.top_k_pages,
+}
 
 
 def top_k_pages(
@@ -37,4 +45,4 @@ def top_k_pages(
     check_row_ints(scores.shape[0], start=start, stop=stop)
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"k: expected a positive integer, got {k!r}")
-    return dispatch("top_k_pages", implementation, {"xla": xla.top_k_pages}, scores, start, stop, k=k)
+    return dispatch("top_k_pages", implementation, _IMPLEMENTATIONS, scores, start, stop, k=k)

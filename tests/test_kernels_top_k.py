@@ -1,0 +1,131 @@
+"""`top_k_pages` kernels, compared exactly; on a GPU compiled, elsewhere interpreted."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import top_k_pages
+from pallas_kernels.top_k_pages import triton
+from pallas_kernels.top_k_pages.cases import CASES, LARGE_CASES, Case, make
+from tests.lowering import KERNEL_TARGET, lower_for_cuda
+
+GPU = "pallas"
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a CUDA GPU"),
+]
+RUNS = [pytest.param("pallas_interpret", case, id=f"interpret-{case.id}") for case in CASES] + [
+    pytest.param(GPU, case, id=f"gpu-{case.id}", marks=ON_GPU) for case in CASES + LARGE_CASES
+]
+BOTH = [True, pytest.param(False, marks=ON_GPU)]
+SMALL = triton.Tiles(row=64, chunk=32)  # rows of over 64 entries take the path of long rows
+
+
+def choose(arrays, case, implementation):
+    call = functools.partial(top_k_pages, **case.options, implementation=implementation)
+    return np.asarray(jax.jit(call)(**arrays))
+
+
+def expected(scores, start, stop, k):
+    """The k best of each window by a stable sort: [B, Hkv, k]."""
+    num_logical = scores.shape[-1]
+    chosen = np.full((*scores.shape[:2], k), num_logical)
+    for row, head in np.ndindex(scores.shape[:2]):
+        window = scores[row, head, start[row] : max(start[row], stop[row])].astype(np.float64)
+        best = np.lexsort((np.where(np.isnan(window), 0, -window), np.isnan(window)))[:k]
+        chosen[row, head, : len(best)] = np.sort(best) + start[row]
+    return chosen
+
+
+@pytest.mark.parametrize(("implementation", "case"), RUNS)
+def test_parity(implementation, case):
+    arrays = make(case)
+    got = choose(arrays, case, implementation)
+    np.testing.assert_array_equal(got, expected(*(np.asarray(x) for x in arrays.values()), case.k))
+    np.testing.assert_array_equal(got, choose(arrays, case, "xla"))
+
+
+@functools.cache
+def compiled(k, interpret):
+    return jax.jit(functools.partial(triton.top_k_pages, k=k, interpret=interpret, tiles=SMALL))
+
+
+VALUES = st.sampled_from(
+    [0.0, -0.0, 1.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, np.nan, np.inf, -np.inf, float(np.float32(1.0000001))]
+)
+
+
+@pytest.mark.parametrize("interpret", BOTH)
+@pytest.mark.parametrize(("num_logical", "k"), [(50, 9), (150, 9), (150, 70)])
+def test_any_scores(num_logical, k, interpret):
+    @hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(st.data())
+    def check(data):
+        values = data.draw(st.lists(VALUES, min_size=2 * num_logical, max_size=2 * num_logical))
+        scores = np.asarray(values, np.float32).reshape(2, 1, num_logical)
+        start, stop = (
+            np.asarray(data.draw(st.lists(st.integers(0, num_logical), min_size=2, max_size=2)), np.int32)
+            for _ in range(2)
+        )
+        got = compiled(k, interpret)(jnp.asarray(scores), jnp.asarray(start), jnp.asarray(stop))
+        np.testing.assert_array_equal(got, expected(scores, start, stop, k))
+
+    check()
+
+
+@pytest.mark.parametrize("interpret", BOTH)
+@pytest.mark.parametrize("kind", ["normal", "ties", "same", "rising", "falling"])
+def test_long_rows(kind, interpret):
+    """Every way through the path of long rows: candidates that fit a program and such that do not."""
+    for k in (3, 40, 100):
+        case = Case("long", k, 300, ((0, 300), (31, 65), (250, 251), (64, 290)), num_kv_heads=1, kind=kind)
+        arrays = make(case)
+        got = np.asarray(compiled(k, interpret)(**arrays))
+        np.testing.assert_array_equal(got, expected(*(np.asarray(x) for x in arrays.values()), k))
+
+
+def test_best_in_one_group():
+    """The bound admits all keys of the groups that hold the best; here they hold nothing else."""
+    scores = np.zeros((1, 1, 300), np.float32)
+    scores[..., ::32] = np.arange(10, 20)  # a chunk has 32 entries
+    got = compiled(9, True)(jnp.asarray(scores), jnp.asarray([0], jnp.int32), jnp.asarray([300], jnp.int32))
+    np.testing.assert_array_equal(got, expected(scores, [0], [300], 9))
+
+
+@pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=ON_GPU)])
+def test_repeats_are_equal(implementation):
+    case = next(case for case in LARGE_CASES if case.id == "bench-r64-m131072-k4096")
+    arrays = make(case)
+    first = choose(arrays, case, implementation)
+    for _ in range(19):
+        np.testing.assert_array_equal(choose(arrays, case, implementation), first)
+
+
+SHAPES = {(case.k, case.pages_per_request, len(case.windows)): case for case in CASES + LARGE_CASES}
+
+
+@pytest.mark.parametrize("case", SHAPES.values(), ids=lambda case: case.id)
+def test_lowers_for_cuda(case):
+    call = functools.partial(top_k_pages, **case.options, implementation=GPU)
+    assert KERNEL_TARGET in lower_for_cuda(lambda kwargs: call(**kwargs), case.shapes)
+
+
+def test_rows_too_long_are_refused():
+    scores = jax.ShapeDtypeStruct((1, 1, 2**20 + 1), jnp.float32)
+    window = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = functools.partial(top_k_pages, k=4, implementation=GPU)
+    with pytest.raises(NotImplementedError, match="at most 1048576 pages"):
+        jax.eval_shape(call, scores, window, window)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"row": 65536}, {"row": 48}, {"row": 64, "chunk": 128}, {"chunk": 8}, {"num_warps": 3}]
+)
+def test_tiles_are_checked(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        triton.Tiles(**wrong)
