@@ -90,11 +90,11 @@ class Accuracy:
     def ranked(self) -> bool:
         """Whether the choice is right as far as the stored dtype can tell.
 
-        A gap within an ulp can't be ranked. Beyond that, rounding at every step moves two tokens apart by a
-        few ulps over hundreds of steps, so the same choice from exact arithmetic with the same rounding is
-        right too.
+        Rounding at every step moves two tokens apart by a few ulps over hundreds of steps, so `overlap` can
+        fall short where `gap` exceeds an ulp, by luck of the inputs. The same rounding in exact arithmetic
+        leaves an ulp at most.
         """
-        return self.overlap == 1 or self.gap <= 1 or self.misranked <= 1
+        return self.misranked <= 1
 
 
 # Figures of the ported system, for one draw of the inputs on its GPU: by decay and step.
@@ -177,7 +177,8 @@ def oracle_run(
 
     @jax.jit
     def run(cache, table, inputs):
-        cache = _write(cache, table, inputs.keys[None, :, None], np.array([NUM_TOKENS]), policy, implementation)
+        keys, num_tokens = inputs.keys[None, :, None], np.array([NUM_TOKENS])
+        cache = _write(cache, table, keys, num_tokens, policy, implementation)
 
         def step(cache, q):
             cache, selection = select_pages(
@@ -303,11 +304,12 @@ def _accuracy_check(
     if must_fail:
         criterion, passed = f"rel. err > {MAX_REL_ERR}: it must fail", result.rel_err > MAX_REL_ERR
     elif narrow:
-        criterion = f"rel. err < {MAX_REL_ERR}; top-{TOP_K} 100%, unless rounding explains it"
+        criterion = f"rel. err < {MAX_REL_ERR}; top-{TOP_K} right but for roundings"
         passed = result.rel_err < MAX_REL_ERR and result.ranked
     else:
         criterion = f"rel. err <= {_short(MAX_REL_ERR_FLOAT32)}; top-{TOP_K} 100%, unless gap <= 1 ulp"
-        passed = result.rel_err <= MAX_REL_ERR_FLOAT32 and (result.overlap == 1 or result.gap <= 1)
+        passed = result.rel_err <= MAX_REL_ERR_FLOAT32 and result.ranked
+        passed = passed and (result.overlap == 1 or result.gap <= 1)
     return Check(section, name, str(result), published, criterion, bool(passed))
 
 
@@ -398,8 +400,8 @@ def judge_recurrence_run(history: np.ndarray, logits: np.ndarray, decay: float) 
     yield Check(
         "recurrence run",
         f"decay {decay:g}, bfloat16, a uniform last step",
-        f"moves a score by {_short(move)}" if decayed else f"moves the highest score by {_short(move)}",
-        "moves a score by 1.6e-1" if decayed else "",
+        f"moves {'a' if decayed else 'the highest'} score by {move:.2g}",
+        "moves a score by 0.16" if decayed else "",
         "> 0: not frozen" if decayed else "0: it must freeze",
         bool(move > 0 if decayed else move == 0),
     )
@@ -455,7 +457,8 @@ class SmallStep(NamedTuple):
 
 
 def _selection_checks(implementation: str | None, seed: int) -> Iterator[Check]:
-    attend_ = jax.jit(functools.partial(attend, implementation=implementation))  # compiled once for all policies
+    # Compiled once for all policies of a page size.
+    attend_ = jax.jit(functools.partial(attend, implementation=implementation))
     for name, (options, page_size) in _SMALL_POLICIES.items():
         policy = get_policy(name, **options)
         write = jax.jit(functools.partial(_write, policy=policy, implementation=implementation))
@@ -563,7 +566,8 @@ def _page_size_check(name: str) -> Check:
     except ValueError as error:
         measured = f"rejected: {error}"
     passed = measured.startswith("rejected: page_size")
-    return Check("contract", f"{name}, page_size 16", measured, "rejected", "ValueError that names page_size", passed)
+    criterion = "ValueError that names page_size"
+    return Check("contract", f"{name}, page_size 16", measured, "rejected", criterion, passed)
 
 
 def _scale_check(name: str, scale: float | None, implementation: str | None, seed: int) -> Check:
@@ -574,7 +578,7 @@ def _scale_check(name: str, scale: float | None, implementation: str | None, see
         "contract",
         f"{name}, scale={scale}, D = {HEAD_DIM}",
         f"{measured:.6f}",
-        f"{expected:.6g}",
+        f"{expected:.6f}" if scale is None else f"{expected} honoured",
         f"{expected:.6f}",
         bool(abs(measured - expected) < 5e-7),
     )

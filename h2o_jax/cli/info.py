@@ -1,0 +1,131 @@
+"""`h2o-jax info`: versions, devices, and which implementation of each op would be used here."""
+
+import argparse
+import functools
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from pallas_kernels._dispatch import IMPLEMENTATIONS, candidates
+
+PACKAGES = ("h2o-jax", "jax", "jaxlib", "flax", "numpy", "jax-triton", "gguf", "tokenizers")
+NOT_INSTALLED = "not installed"
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command and its options."""
+    parser = subparsers.add_parser(
+        "info",
+        help="show versions, devices and kernels",
+        description="Shows versions, devices, and which implementation of each op runs here, and why.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; see `h2o-jax info --help`."""
+    print(section("versions", versions()))
+    print(section("devices", devices()))
+    print(section("implementation of each op", implementations()))
+    return 0
+
+
+def section(title: str, lines: Sequence[tuple[str, str]]) -> str:
+    """A title with aligned lines under it, and an empty line after them."""
+    width = max((len(name) for name, _ in lines), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in lines), ""])
+
+
+def versions() -> list[tuple[str, str]]:
+    """Name and version of Python and of the packages that matter here."""
+    return [("python", platform.python_version()), *((name, _version(name)) for name in PACKAGES)]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def devices() -> list[tuple[str, str]]:
+    """Name, kind and memory (where JAX knows it) of each device of the default backend."""
+    return [(f"{device.platform}:{device.id}", _device(device)) for device in jax.devices()]
+
+
+def _device(device: jax.Device) -> str:
+    try:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # a backend may not count memory at all
+        memory = None
+    return device.device_kind + (f", {memory / 2**30:.1f} GiB for JAX" if memory else "")
+
+
+def implementations() -> list[tuple[str, str]]:
+    """Name of each op of `pallas_kernels`, and what `chosen_implementation` says of it."""
+    return [(op, chosen_implementation(op)) for op in pallas_kernels.__all__]
+
+
+def chosen_implementation(op: str) -> str:
+    """Which implementation `implementation=None` gives for an op of `pallas_kernels`, why, and which exist.
+
+    The op is traced, not run, for a typical case: 32 query and 8 KV heads of 128, bfloat16 pages.
+    """
+    lacks = {name: _why_not(op, name) for name in IMPLEMENTATIONS}
+    names = candidates(None)
+    chosen = next((name for name in names if lacks[name] is None), None)
+    reasons = [f"{name!r} can't: {lacks[name]}" for name in names if lacks[name] is not None]
+    untried = "pallas" not in names
+    if untried:
+        reasons.append(f"no CUDA GPU (the backend is {jax.default_backend()}), so 'pallas' is not tried")
+    elif chosen == names[0]:
+        reasons.append(f"first choice on a {jax.default_backend()}, and it takes a typical case")
+    others = [name for name in IMPLEMENTATIONS if name != chosen and lacks[name] is None]
+    also = f"; by name also {', '.join(others)}" if others else ""
+    return f"{chosen or 'none'}: {'; '.join(reasons)}{also}"
+
+
+def _why_not(op: str, implementation: str) -> str | None:
+    arguments, arrays, options = _typical_case(op)
+    call = functools.partial(getattr(pallas_kernels, op), **options, implementation=implementation)
+    try:
+        jax.eval_shape(call, *arguments, **arrays)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _typical_case(op: str) -> tuple[list, dict, dict]:
+    """Positional arrays of an op and arrays by name, as shapes and dtypes, and its static options."""
+    batch, num_logical, num_pages, page_size, chosen = 4, 128, 512, 16, 32
+    num_q_heads, num_kv_heads, head_dim = 32, 8, 128
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    q = array(batch, num_q_heads, head_dim)
+    pool = array(num_pages, num_kv_heads, page_size, head_dim)
+    new = array(batch, 1, num_kv_heads, head_dim)
+    summaries = array(num_pages, num_kv_heads, 3, head_dim)
+    kinds = ("mean", "max", "min")
+    pages, row = array(batch, num_logical, dtype=jnp.int32), array(batch, dtype=jnp.int32)
+    if op == "write_pages":
+        return [pool, pool, new, new, pages, row, row], dict(summaries=summaries), dict(summary_kinds=kinds)
+    if op == "envelope_scores":
+        return [q, summaries, pages, row, row], {}, dict(kinds=kinds, group="max")
+    if op == "decayed_softmax_scores":
+        token_pool = array(num_pages, num_kv_heads, 1, head_dim)
+        scores = array(num_pages, num_kv_heads, 1, dtype=jnp.float32)
+        options = dict(decay=0.984375, scale=head_dim**-0.5, group="max")
+        return [q, token_pool, scores, pages, row, row], {}, options
+    if op == "top_k_pages":
+        return [array(batch, num_kv_heads, num_logical, dtype=jnp.float32), row, row], {}, dict(k=chosen)
+    if op == "paged_attention":
+        selected = array(batch, num_kv_heads, chosen, dtype=jnp.int32)
+        counts = array(batch, num_kv_heads, dtype=jnp.int32)
+        return [q, pool, pool, pages, row, selected, counts], {}, dict(scale=head_dim**-0.5)
+    raise KeyError(f"no typical case for the op {op!r}")

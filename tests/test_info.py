@@ -1,0 +1,82 @@
+"""`h2o-jax info`."""
+
+import platform
+from importlib import metadata
+
+import jax
+import pytest
+
+import pallas_kernels
+from h2o_jax import cli
+from h2o_jax.cli import info
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Makes a backend the default one, as far as the choice of implementations can tell."""
+    return lambda backend: monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
+
+def refusing(*names):
+    def call(*args, implementation, **kwargs):
+        if implementation in names:
+            raise NotImplementedError(f"{implementation} has no head_dim 128")
+
+    return call
+
+
+def test_info_shows_versions_devices_and_every_op(capsys):
+    assert cli.main(["info"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    shown = dict(lines)
+    assert shown["python"] == platform.python_version()
+    assert shown["jax"] == metadata.version("jax")
+    assert shown["flax"] == metadata.version("flax")
+    device = jax.devices()[0]
+    assert shown[f"{device.platform}:{device.id}"].startswith(device.device_kind)
+    assert set(pallas_kernels.__all__) <= set(shown)
+
+
+def test_absent_package_is_not_installed(monkeypatch):
+    def version(name):
+        if name == "gguf":
+            raise metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(metadata, "version", version)
+    shown = dict(info.versions())
+    assert shown["gguf"] == "not installed"
+    assert shown["tokenizers"] == "1.2.3"
+
+
+def test_memory_is_shown_where_known(monkeypatch):
+    class Device:
+        platform, id, device_kind = "gpu", 0, "NVIDIA A100"
+
+        def memory_stats(self):
+            return {"bytes_limit": 30 * 2**30}
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    assert info.devices() == [("gpu:0", "NVIDIA A100, 30.0 GiB for JAX")]
+
+
+@pytest.mark.parametrize("op", pallas_kernels.__all__)
+def test_without_gpu_every_op_is_xla_and_says_why(on, op):
+    on("cpu")
+    line = info.chosen_implementation(op)
+    assert line.startswith("xla: no CUDA GPU (the backend is cpu), so 'pallas' is not tried")
+
+
+def test_gpu_takes_pallas_first(on, monkeypatch):
+    on("gpu")
+    monkeypatch.setattr(pallas_kernels, "top_k_pages", refusing())
+    line = info.chosen_implementation("top_k_pages")
+    why, also = line.split("; ")
+    assert why == "pallas: first choice on a gpu, and it takes a typical case"
+    assert also == "by name also xla, pallas_interpret"
+
+
+def test_gpu_falls_back_and_says_why(on, monkeypatch):
+    on("gpu")
+    monkeypatch.setattr(pallas_kernels, "top_k_pages", refusing("pallas", "pallas_interpret"))
+    assert info.chosen_implementation("top_k_pages") == "xla: 'pallas' can't: pallas has no head_dim 128"
