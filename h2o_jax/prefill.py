@@ -56,17 +56,19 @@ def prefill_attention(
 
     position = jnp.arange(table.pages.shape[1] * table.page_size, dtype=jnp.int32)
     cached = position < table.seq_lens[:, None]  # [B, S]
-    keys, values = (_contiguous(pool, table, cached, q.dtype) for pool in (cache.k, cache.v))
+    dtype = jnp.promote_types(q.dtype, cache.k.dtype)
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":
+        dtype = jnp.dtype(jnp.float32)  # a CPU has no float16 product with float32 sums
+    keys, values = (_contiguous(pool, table, cached, dtype) for pool in (cache.k, cache.v))
     token = jnp.arange(q.shape[1], dtype=jnp.int32)
     query_position = (table.seq_lens - num_tokens)[:, None] + token  # [B, T]
     real = token < num_tokens[:, None]
     mask = (position <= query_position[..., None]) & cached[:, None]
-    precision = "highest" if q.dtype == jnp.float32 else None  # float32 is not to run as TF32
+    scale = head_dim**-0.5 if scale is None else scale
+    precision = "highest" if dtype == jnp.float32 else None  # float32 is not to run as TF32
     with jax.default_matmul_precision(precision):
-        out = jax.nn.dot_product_attention(
-            q, keys, values, mask=mask[:, None], scale=head_dim**-0.5 if scale is None else scale
-        )
-    return cache, jnp.where(real[..., None, None], out, 0)
+        out = jax.nn.dot_product_attention(q.astype(dtype), keys, values, mask=mask[:, None], scale=scale)
+    return cache, jnp.where(real[..., None, None], out, 0).astype(q.dtype)
 
 
 def _contiguous(pool: jax.Array, table: PageTable, cached: jax.Array, dtype) -> jax.Array:

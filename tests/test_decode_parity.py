@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -61,15 +60,7 @@ def short_scenario_of(policy, dtype="float32", **changes):
     return scenario_of(policy, dtype, **(sizes | changes))
 
 
-FLOAT16_PREFILL = pytest.mark.xfail(
-    jax.default_backend() == "cpu",
-    raises=ValueError,
-    strict=True,
-    reason="prefill: jax.nn.dot_product_attention asks for F16_F16_F32, which a CPU does not have",
-)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=FLOAT16_PREFILL)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("policy", KINDS)
 def test_exact_inputs_select_exactly_ties_included(policy, dtype, implementation):
     changes = {"grid": True, "head_dim": 2, "steps": 40, "group": 3, "pages_per_request": 20}
@@ -80,7 +71,6 @@ def test_exact_inputs_select_exactly_ties_included(policy, dtype, implementation
     check_trace(scenario, trace)
 
 
-@FLOAT16_PREFILL
 @pytest.mark.parametrize("policy", ["gqa_h2o_sparse_attention", "gqa_h2o_token_sparse_attention"])
 def test_float16(policy, implementation):
     scenario = short_scenario_of(policy, "float16")
