@@ -1,5 +1,7 @@
 """Accumulated attention of tokens. Letters: B rows, M logical pages of one token, G query heads a KV head."""
 
+from functools import partial
+
 import jax
 
 from pallas_kernels._checks import (
@@ -11,9 +13,15 @@ from pallas_kernels._checks import (
     check_shape,
 )
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels.decayed_softmax_scores import xla
+from pallas_kernels.decayed_softmax_scores import triton, xla
 
 GROUPS = ("mean", "max")
+
+_IMPLEMENTATIONS = {
+    "pallas": partial(triton.decayed_softmax_scores, interpret=False),
+    "pallas_interpret": partial(triton.decayed_softmax_scores, interpret=True),
+    "xla": xla.decayed_softmax_scores,
+}
 
 
 def decayed_softmax_scores(
@@ -72,7 +80,7 @@ def decayed_softmax_scores(
     return dispatch(
         "decayed_softmax_scores",
         implementation,
-        {"xla": xla.decayed_softmax_scores},
+        _IMPLEMENTATIONS,
         q,
         k_pool,
         scores,
