@@ -1,8 +1,8 @@
 """What the kernels that go through Pallas' Triton lowering share.
 
-Refs are whole arrays (no block specs): a kernel indexes them with natural dimensions, `ref[page, head, slot, :]`,
-for which the lowering takes 64-bit offsets once an array passes 4 GiB. Every array inside a kernel must have
-power-of-two dimensions, hence the helpers for rows that are masked and for dimensions that are split.
+Refs are whole arrays (no block specs): a kernel indexes them with natural dimensions,
+`ref[page, head, slot, :]`, for which the lowering takes 64-bit offsets once an array passes 4 GiB. Arrays
+inside a kernel must have power-of-two dimensions, hence the helpers for masked rows and split dimensions.
 """
 
 import warnings
@@ -64,7 +64,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def power_of_two_pieces(size: int) -> tuple[tuple[int, int], ...]:
-    """`(start, length)` pieces that cover `range(size)`, lengths falling powers of two: 80 -> (0, 64), (64, 16)."""
+    """`(start, length)` pieces of `range(size)`, lengths falling powers of two: 80 -> (0, 64), (64, 16)."""
     pieces, start = [], 0
     while start < size:
         length = 1 << (size - start).bit_length() - 1
@@ -78,9 +78,9 @@ def load_rows(ref, index: tuple, keep: jax.Array, *, interpret: bool, **options)
 
     Args:
         ref: array reference.
-        index: one entry per dimension of `ref`: scalars, arrays (that broadcast to the shape of `keep`), and
+        index: one entry per dimension of `ref`: scalars, arrays that broadcast to the shape of `keep`, and
             trailing slices.
-        keep: bool, of the shape to which the arrays in `index` broadcast. Where False, an index may be anything.
+        keep: bool, of the shape to which the arrays in `index` broadcast. Where False, any index will do.
         interpret: as of the kernel.
         options: of `plt.load`, such as `eviction_policy`.
     """

@@ -18,8 +18,9 @@ def on_gpu(f):
 
 
 def over_cases(cases, interpreted):
-    """Parametrises `case` and `implementation`: the cases named in `interpreted` on a CPU, all of them on a GPU."""
-    params = [pytest.param(c, "pallas_interpret", id=f"{c.id}-interpret") for c in cases if c.id in interpreted]
+    """Parametrises `case` and `implementation`: the cases named in `interpreted` on a CPU, all on a GPU."""
+    small = [c for c in cases if c.id in interpreted]
+    params = [pytest.param(c, "pallas_interpret", id=f"{c.id}-interpret") for c in small]
     assert len(params) == len(interpreted), "a name in `interpreted` is no case"
     params += [pytest.param(c, "pallas", id=f"{c.id}-gpu", marks=GPU_MARKS) for c in cases]
     return pytest.mark.parametrize(("case", "implementation"), params)

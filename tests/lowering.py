@@ -11,8 +11,8 @@ KERNEL_TARGET = "__gpu$xla.gpu.triton"  # custom call of a kernel in the StableH
 def lower_for_cuda(f, *args) -> str:
     """Lowers `jax.jit(f)(*args)` for an H100, kernels included, and returns the StableHLO text.
 
-    Finds what interpret mode can't: sizes that are no powers of two, primitives without a lowering. Nothing is
-    compiled to machine code and nothing runs.
+    Finds what interpret mode can't: sizes that are no powers of two, primitives without a lowering. Nothing
+    is compiled to machine code and nothing runs.
 
     Args:
         f: function of arrays; what it calls must name its implementation, "pallas".

@@ -53,7 +53,7 @@ def _jitted(implementation, scale, tiles):
 
 
 def gathered(arrays):
-    """Keys and values by position, [B, L, Hkv, D] float64, and what is to be read of them, [B, Hkv, L] bool."""
+    """Keys and values by position, [B, L, Hkv, D] float64, and which are to be read, [B, Hkv, L] bool."""
     pools = [np.asarray(arrays[name].astype(jnp.float32), np.float64) for name in ("k_pool", "v_pool")]
     pages, seq_lens, selected, counts = (
         np.asarray(arrays[name]) for name in ("pages", "seq_lens", "selected", "counts")
@@ -101,7 +101,7 @@ def lse_in_float32(queries, keys, chosen, scale):
 
 
 def check(arrays, out, lse):
-    """Asserts that a result is right: as good as the plain version, and exactly 0 and -inf where nothing is read."""
+    """Asserts that a result is as good as the plain version, and 0 and -inf where nothing is read."""
     scale = arrays["q"].shape[-1] ** -0.5
     exact_out, exact_lse = exact_attention(arrays, scale)
     empty = np.isneginf(exact_lse)
@@ -207,9 +207,10 @@ def moved_pages(arrays):
     return arrays | pools | {"pages": table}, ...
 
 
-@pytest.mark.parametrize(
-    "change", [permuted, padded, longer_rows, larger_budget, larger_pool, moved_pages], ids=lambda f: f.__name__
-)
+CHANGES = (permuted, padded, longer_rows, larger_budget, larger_pool, moved_pages)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 @over_implementations
 def test_row_does_not_depend_on(change, implementation):
     arrays = make(RAGGED)
@@ -308,9 +309,10 @@ def test_tiles_are_checked(change, message):
 
 
 def test_head_dim_without_tiles():
-    arrays = Case("wide", head_dim=1024, dtype="float32", lengths=(16,)).shapes
+    shapes = Case("wide", head_dim=1024, dtype="float32", lengths=(16,)).shapes
+    f = functools.partial(paged_attention, scale=1.0, implementation="pallas")
     with pytest.raises(NotImplementedError, match="head_dim 1024"):
-        jax.eval_shape(functools.partial(paged_attention, scale=1.0, implementation="pallas"), *arrays.values())
+        jax.eval_shape(f, *shapes.values())
 
 
 @on_gpu

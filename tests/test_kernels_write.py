@@ -127,14 +127,20 @@ def test_decode_steps_equal_one_prefill(implementation):
     for step in range(11):
         active = jnp.asarray([True, step < 4])
         token = {"k": arrays["k"][:, step : step + 1], "v": arrays["v"][:, step : step + 1]}
-        lengths = {"seq_lens": jnp.minimum(step + 1, arrays["seq_lens"]), "num_tokens": active.astype(jnp.int32)}
-        state = state | run(state | token | lengths, implementation, kinds)
-    for name in NAMES:
-        np.testing.assert_array_equal(as_float64({name: state[name]})[name], as_float64(at_once)[name], name)
+        seq_lens = jnp.minimum(step + 1, arrays["seq_lens"])
+        sizes = {"seq_lens": seq_lens, "num_tokens": active.astype(jnp.int32)}
+        state = state | run(state | token | sizes, implementation, kinds)
+    step_by_step = as_float64({name: state[name] for name in NAMES})
+    for name, expected in as_float64(at_once).items():
+        np.testing.assert_array_equal(step_by_step[name], expected, name)
 
 
 def _stale(results, arrays, name):
     return results | {name: arrays[name]}
+
+
+def _means_of_15(results):
+    return results | {"summaries": results["summaries"].at[..., 0, :].multiply(15 / 16)}
 
 
 MUTANTS = {
@@ -142,7 +148,7 @@ MUTANTS = {
     "values not written": lambda a, r: _stale(r, a, "v_pool"),
     "summaries not written": lambda a, r: _stale(r, a, "summaries"),
     "scores not reset": lambda a, r: _stale(r, a, "scores"),
-    "mean without the new key": lambda a, r: r | {"summaries": r["summaries"].at[..., 0, :].multiply(15 / 16)},
+    "mean of 15 keys": lambda a, r: _means_of_15(r),
     "max for min": lambda a, r: r | {"summaries": r["summaries"][:, :, jnp.asarray([0, 1, 1])]},
     "heads swapped": lambda a, r: r | {"k_pool": r["k_pool"][:, ::-1]},
     "an unowned page written": lambda a, r: r | {"k_pool": jnp.nan_to_num(r["k_pool"], nan=1.0)},
@@ -203,12 +209,13 @@ def test_pool_beyond_32_bits():
     num_pages = arrays["k_pool"].shape[0]
     total = 2**31 // (8 * 16 * 128) + 5000
     # The live pages stand at the far end, where 32-bit offsets would wrap.
-    far = {
-        name: jnp.full((total, *arrays[name].shape[1:]), jnp.nan, jnp.bfloat16).at[total - num_pages :].set(arrays[name])
-        for name in ("k_pool", "v_pool", "summaries")
-    }
+    far = {}
+    for name in ("k_pool", "v_pool", "summaries"):
+        nothing = jnp.full((total, *arrays[name].shape[1:]), jnp.nan, jnp.bfloat16)
+        far[name] = nothing.at[total - num_pages :].set(arrays[name])
     far["pages"] = jnp.where(arrays["pages"] < num_pages, arrays["pages"] + total - num_pages, total)
     got = run(arrays | far, "pallas", case.summary_kinds)
-    for name, x in expected.items():
-        np.testing.assert_array_equal(as_float64({name: got[name][total - num_pages :]})[name], as_float64(expected)[name])
+    live = as_float64({name: x[total - num_pages :] for name, x in got.items()})
+    for name, x in as_float64(expected).items():
+        np.testing.assert_array_equal(live[name], x, name)
         assert bool(jnp.isnan(got[name][: total - num_pages]).all())

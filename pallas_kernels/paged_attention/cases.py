@@ -49,7 +49,8 @@ class Case:
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the arrays, by argument name."""
-        batch, heads, num_pages = len(self.lengths), self.num_kv_heads, len(self.lengths) * self.row_pages + 3
+        batch, heads = len(self.lengths), self.num_kv_heads
+        num_pages = batch * self.row_pages + 3
         q = (batch, heads * self.group, self.head_dim)
         pool = jax.ShapeDtypeStruct((num_pages, heads, self.page_size, self.head_dim), jnp.dtype(self.dtype))
         table = {
@@ -67,9 +68,8 @@ class Case:
     @property
     def bytes_read(self) -> int:
         """Bytes of keys and values that must be read: the floor of the time is this by the bandwidth."""
-        tokens = sum(
-            min(count * self.page_size, length) for count, length in zip(self.row_counts, self.lengths, strict=True)
-        )
+        rows = zip(self.row_counts, self.lengths, strict=True)
+        tokens = sum(min(count * self.page_size, length) for count, length in rows)
         return 2 * tokens * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -82,7 +82,7 @@ def make(case: Case, *, seed: int = 0, poison: float = np.nan) -> dict[str, jax.
     """Arguments of `paged_attention` for a case, the scale excepted.
 
     Page ids are permuted, KV heads choose different pages in ascending order with the row's last page among
-    them, and everything that may not be read (unowned pages, unused slots, entries that do not count) is poison.
+    them, and whatever may not be read (unowned pages, unused slots, entries that do not count) is poison.
     """
     rng = np.random.default_rng(seed)
     shapes = {name: (x.shape, x.dtype) for name, x in case.shapes.items()}

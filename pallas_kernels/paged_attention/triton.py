@@ -1,4 +1,4 @@
-"""`paged_attention` as two Triton-lowered kernels: softmax over splits of the chosen tokens, then their merge.
+"""`paged_attention` as two Triton-lowered kernels: softmax over splits of the chosen tokens, and their merge.
 
 The chosen tokens of a row and KV head are numbered `f` in [0, count * P): entry `f // P` of `selected`, slot
 `f % P` of its page. A split is a range of them, walked in tiles; a tile gathers from as many pages as it
@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import _triton
 
 MIN_DOT = 16  # a tensor-core dot takes no fewer rows, columns or terms
-MERGED = 16  # splits that the merge reads at once; fixed, for the order of additions depends on it
+MERGED = 32  # splits that the merge reads at once; fixed, for the order of additions depends on it
+MERGE_WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +57,24 @@ class Tiles:
         """Splits that rows of up to `num_tokens` chosen tokens need."""
         return max(1, min(self.max_splits, pl.cdiv(num_tokens, self.tokens * self.split_tiles)))
 
-    def cut(self, num_tokens) -> tuple:
-        """`(tokens per split, splits in use)` of a row with `num_tokens` chosen tokens (int32 scalar)."""
+    def cut(self, num_tokens, most_tokens: int) -> tuple:
+        """`(tokens per split, splits in use)` of a row.
+
+        Args:
+            num_tokens: int32 scalar, chosen tokens of the row.
+            most_tokens: no row has more. Decides nothing but whether the first result is an `int`, on which
+                loads need not wait.
+        """
         tiles = lax.div(num_tokens + (self.tokens - 1), self.tokens)
-        per_split = jnp.maximum(self.split_tiles, lax.div(tiles + (self.max_splits - 1), self.max_splits))
-        return per_split * self.tokens, lax.div(tiles + per_split - 1, per_split)
+        per_split = self.split_tiles
+        if most_tokens > self.max_splits * self.split_tiles * self.tokens:
+            longer = lax.div(tiles + (self.max_splits - 1), self.max_splits)
+            per_split = jnp.maximum(per_split, longer)
+        return per_split * self.tokens, lax.div(tiles + (per_split - 1), per_split)
 
 
-# Most bytes of a head's row (D by the dtype computed with) -> tiles: 16 KiB of keys a tile, so that two stages of
-# keys and values stay under the shared memory of every GPU since Ampere; splits of 256 tokens.
+# Most bytes of a head's row (D by the dtype computed with) -> tiles. A tile has 16 KiB of keys, so that two
+# stages of keys and values fit the shared memory of every GPU since Ampere; a split has 256 tokens.
 _TILES = {
     128: Tiles(tokens=128, split_tiles=2, max_splits=128, num_warps=4, num_stages=3),
     256: Tiles(tokens=64, split_tiles=4, max_splits=128, num_warps=4, num_stages=3),
@@ -83,7 +93,17 @@ def default_tiles(dtype, head_dim: int) -> Tiles:
 
 
 def paged_attention(
-    q, k_pool, v_pool, pages, seq_lens, selected, counts, *, scale, interpret: bool, tiles: Tiles | None = None
+    q,
+    k_pool,
+    v_pool,
+    pages,
+    seq_lens,
+    selected,
+    counts,
+    *,
+    scale: float,
+    interpret: bool,
+    tiles: Tiles | None = None,
 ):
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pool.shape[1:3]
@@ -122,7 +142,7 @@ def paged_attention(
             jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
         ],
         interpret=interpret,
-        num_warps=1,
+        num_warps=MERGE_WARPS,
         num_stages=1,
         name="paged_attention_merge",
     )(*partials, counts)
@@ -152,33 +172,36 @@ def _split_kernel(
     load = functools.partial(_triton.load_rows, interpret=interpret)
     store = functools.partial(_triton.store_rows, interpret=interpret)
 
+    seq_len = seq_lens_ref[row]
     num_tokens = jnp.clip(counts_ref[row, head], 0, budget) * page_size
-    split_tokens, _ = tiles.cut(num_tokens)
+    split_tokens, _ = tiles.cut(num_tokens, budget * page_size)
     first = split * split_tokens
     stop = jnp.minimum(first + split_tokens, num_tokens)
+
+    def locate(i):
+        """Physical page of each token of tile i, -1 where there is none to read; and its slot."""
+        f = first + i * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
+        # Not masked by `stop`: this load need not wait for the one of the count.
+        logical = load(selected_ref, (row, head, lax.div(f, page_size)), f < budget * page_size)
+        slot = lax.rem(f, page_size)
+        valid = (f < stop) & (logical >= 0) & (logical < num_logical)
+        valid &= logical * page_size + slot < seq_len
+        page = load(pages_ref, (row, logical), valid)
+        return jnp.where(valid & (page >= 0) & (page < num_pages), page, -1), slot
+
+    located = locate(0)
 
     @pl.when(first < num_tokens)
     def _():
         g = jnp.arange(max(MIN_DOT, _triton.next_power_of_two(group)), dtype=jnp.int32)
         in_group = g < group
-        seq_len = seq_lens_ref[row]
         columns = _split_columns(head_dim)
         q = [load(q_ref, *c.of((row, head * group + g), in_group)).astype(dtype) for c in columns]
 
-        def locate(i):
-            """Physical page of each token of tile i, -1 where there is none to read; and its slot."""
-            f = first + i * tiles.tokens + jnp.arange(tiles.tokens, dtype=jnp.int32)
-            logical = load(selected_ref, (row, head, lax.div(f, page_size)), f < stop)
-            slot = lax.rem(f, page_size)
-            valid = (f < stop) & (logical >= 0) & (logical < num_logical)
-            valid &= logical * page_size + slot < seq_len
-            page = load(pages_ref, (row, logical), valid)
-            return jnp.where(valid & (page >= 0) & (page < num_pages), page, -1), slot
-
         def tile(i, carry):
             page, slot, peak, total, acc = carry
-            # The addresses of a tile are found one tile ahead: were they loaded here, the pipeline of loads would
-            # be three loads deep and its stages spent on the addresses.
+            # A tile's addresses are found one tile ahead: were they loaded here, the pipeline of loads would
+            # be three loads deep, and its stages spent on addresses.
             following = locate(i + 1)
             valid = page >= 0
             logits = jnp.zeros((len(g), tiles.tokens), jnp.float32)
@@ -204,7 +227,7 @@ def _split_kernel(
             lax.div(stop - first + (tiles.tokens - 1), tiles.tokens),
             tile,
             (
-                *locate(0),
+                *located,
                 jnp.full(len(g), -jnp.inf, jnp.float32),
                 jnp.zeros(len(g), jnp.float32),
                 tuple(jnp.zeros((len(g), c.size), jnp.float32) for c in columns),
@@ -235,7 +258,7 @@ class _Columns:
 
 
 def _split_columns(head_dim: int) -> list[_Columns]:
-    """Covers the head dimension by powers of two of at least MIN_DOT: 80 -> 64 + 16, 72 -> 64 + 16 (8 padding)."""
+    """Covers the head dimension by powers of two from MIN_DOT up: 80 -> 64 + 16, 72 -> 64 + 16 too."""
     whole = _triton.power_of_two_pieces(head_dim - head_dim % MIN_DOT)
     pieces = [*whole, (head_dim - head_dim % MIN_DOT, MIN_DOT)] if head_dim % MIN_DOT else whole
     return [_Columns(start, size, head_dim) for start, size in pieces]
@@ -271,33 +294,34 @@ def _merge_kernel(
     pieces = _triton.power_of_two_pieces(out_ref.shape[2])
     load = functools.partial(_triton.load_rows, interpret=interpret)
     num_tokens = jnp.clip(counts_ref[row, head], 0, budget) * page_size
-    _, in_use = tiles.cut(num_tokens)
+    _, in_use = tiles.cut(num_tokens, budget * page_size)
+    num_splits = acc_ref.shape[2]
 
     def chunk(i, carry):
         peak, total, acc = carry
         split = i * MERGED + jnp.arange(MERGED, dtype=jnp.int32)
-        keep = split < in_use
-        peaks = jnp.where(keep, load(peak_ref, (row, head, split, g), keep), -jnp.inf)
+        # Splits not in use were never written. Masking after the loads spares them the wait for the count.
+        exists, used = split < num_splits, split < in_use
+        peaks = jnp.where(used, load(peak_ref, (row, head, split, g), exists), -jnp.inf)
+        totals = jnp.where(used, load(total_ref, (row, head, split, g), exists), 0.0)
+        parts = [load(acc_ref, (row, head, split, g, pl.ds(*piece)), exists) for piece in pieces]
         new_peak = jnp.maximum(peak, peaks.max())
         finite = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
         weights, rescale = jnp.exp(peaks - finite), jnp.exp(peak - finite)
-        total = total * rescale + (weights * load(total_ref, (row, head, split, g), keep)).sum()
-        new_acc = []
-        for part, (start, size) in zip(acc, pieces):
-            parts = load(acc_ref, (row, head, split, g, pl.ds(start, size)), keep)
-            new_acc.append(part * rescale + (weights[:, None] * parts).sum(axis=0))
-        return new_peak, total, tuple(new_acc)
+        total = total * rescale + (weights * totals).sum()
+        acc = tuple(
+            old * rescale + jnp.where(used[:, None], weights[:, None] * part, 0.0).sum(axis=0)
+            for old, part in zip(acc, parts)
+        )
+        return new_peak, total, acc
 
-    peak, total, acc = lax.fori_loop(
-        0,
-        lax.div(in_use + (MERGED - 1), MERGED),
-        chunk,
-        (
-            jnp.float32(-jnp.inf),
-            jnp.float32(0),
-            tuple(jnp.zeros(size, jnp.float32) for _, size in pieces),
-        ),
+    nothing = (
+        jnp.float32(-jnp.inf),
+        jnp.float32(0),
+        tuple(jnp.zeros(size, jnp.float32) for _, size in pieces),
     )
+    chunks = lax.div(in_use + (MERGED - 1), MERGED)
+    peak, total, acc = lax.fori_loop(1, chunks, chunk, chunk(0, nothing))
     divisor = jnp.where(total == 0, 1.0, total)
     for part, (start, size) in zip(acc, pieces):
         out_ref[row, q_head, pl.ds(start, size)] = (part / divisor).astype(out_ref.dtype)

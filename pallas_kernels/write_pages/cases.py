@@ -46,7 +46,8 @@ class Case:
         batch, dtype = len(self.lengths), jnp.dtype(self.dtype)
         row_pages = max(1, math.ceil(max(self.lengths) / self.page_size))
         num_pages, tokens = batch * row_pages + 3, self.max_tokens or max(self.num_tokens)
-        pool = jax.ShapeDtypeStruct((num_pages, self.num_kv_heads, self.page_size, self.head_dim), dtype)
+        sizes = (num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        pool = jax.ShapeDtypeStruct(sizes, dtype)
         new = jax.ShapeDtypeStruct((batch, tokens, self.num_kv_heads, self.head_dim), dtype)
         shapes = {"k_pool": pool, "v_pool": pool, "k": new, "v": new}
         shapes["pages"] = jax.ShapeDtypeStruct((batch, row_pages), jnp.int32)
@@ -63,8 +64,8 @@ class Case:
 def make(case: Case, *, seed: int = 0, poison: float = np.nan) -> dict[str, jax.Array]:
     """Arguments of `write_pages` for a case, `summary_kinds` excepted.
 
-    Page ids are permuted. Tokens written earlier are random; all else in the pools, summaries and scores, and the
-    padding of `k` and `v`, is poison.
+    Page ids are permuted. Tokens written earlier are random; all else in the pools, summaries and scores, and
+    the padding of `k` and `v`, is poison.
     """
     rng = np.random.default_rng(seed)
     shapes = case.shapes
@@ -112,7 +113,14 @@ CASES = (
     Case("mean-only", summary_kinds=("mean",)),
     Case("max-min", summary_kinds=("max", "min")),
     Case("no-summaries", summary_kinds=()),
-    Case("scores-p1", page_size=1, lengths=(0, 1, 5, 5), num_tokens=(0, 1, 1, 0), summary_kinds=(), score_dtype="float32"),
+    Case(
+        "scores-p1",
+        page_size=1,
+        lengths=(0, 1, 5, 5),
+        num_tokens=(0, 1, 1, 0),
+        summary_kinds=(),
+        score_dtype="float32",
+    ),
     Case("scores-bf16", page_size=4, lengths=(0, 4, 5), num_tokens=(0, 1, 1), score_dtype="bfloat16"),
     *(
         Case(

@@ -1,8 +1,8 @@
 """`write_pages` as one Triton-lowered kernel that updates the pools in place.
 
-A program owns one page of a row and KV head: it writes the new tokens that stand there and, where they complete
-the page, its summaries. The new keys reach the summaries in registers, the older ones from the pool, so no
-program reads what it or another wrote.
+A program owns one page of a row and KV head: it writes the new tokens that stand there and, where they
+complete the page, its summaries. The new keys reach the summaries in registers, the older ones from the pool,
+so no program reads what it or another wrote.
 
 Letters: B rows, T new tokens, M logical pages, P page size (padded to PP), D head_dim, C pages that T tokens
 can touch.
