@@ -11,29 +11,28 @@ import pytest
 from pallas_kernels import envelope_scores
 from pallas_kernels.envelope_scores import triton
 from pallas_kernels.envelope_scores.cases import CASES, LARGE_CASES, Case, make
+from tests.kernel_runs import GPU_MARKS, jit
 from tests.lowering import KERNEL_TARGET, lower_for_cuda
 from tests.tolerance import assert_as_good_as_plain
 
 GPU = "pallas"
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a CUDA GPU"),
-]
 MAX_BYTES = 1 << 26  # of summaries in the parity tests: float64 is slow
 RUNS = [pytest.param("pallas_interpret", case, id=f"interpret-{case.id}") for case in CASES] + [
-    pytest.param(GPU, case, id=f"gpu-{case.id}", marks=ON_GPU)
+    pytest.param(GPU, case, id=f"gpu-{case.id}", marks=GPU_MARKS)
     for case in CASES + LARGE_CASES
     if case.bytes_read <= MAX_BYTES
 ]
-BOTH = ["pallas_interpret", pytest.param(GPU, marks=ON_GPU)]
+BOTH = ["pallas_interpret", pytest.param(GPU, marks=GPU_MARKS)]
 
 
 def score(arrays, case, implementation):
     call = functools.partial(envelope_scores, **case.options, implementation=implementation)
-    return np.asarray(jax.jit(call)(**arrays))
+    return np.asarray(jit(call)(**arrays))
 
 
-def exact_scores(arrays, case, *, envelopes=("max", "min"), separate=True, shift=0, group=None, round_mean=False):
+def exact_scores(
+    arrays, case, *, envelopes=("max", "min"), separate=True, shift=0, group=None, round_mean=False
+):
     """The definition in float64: [B, Hkv, M], NaN where a score is -inf. The keywords make it wrong."""
     q, summaries = (np.asarray(arrays[name].astype(jnp.float32), np.float64) for name in ("q", "summaries"))
     group = group or case.group
@@ -121,7 +120,7 @@ def test_rows_are_alone(implementation):
         assert np.isneginf(wider[there, :, case.row_pages :]).all()
 
 
-@pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=ON_GPU)])
+@pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=GPU_MARKS)])
 def test_repeats_are_equal(implementation):
     case = next(case for case in LARGE_CASES if case.id == "bench-b1-m8192-bf16-max-3")
     arrays = make(case)

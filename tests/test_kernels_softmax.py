@@ -1,4 +1,4 @@
-"""`decayed_softmax_scores` kernels against float64 and the definition; on a GPU compiled, elsewhere interpreted."""
+"""`decayed_softmax_scores` kernels against float64; on a GPU compiled, elsewhere interpreted."""
 
 import dataclasses
 import functools
@@ -11,27 +11,24 @@ import pytest
 from pallas_kernels import decayed_softmax_scores
 from pallas_kernels.decayed_softmax_scores import triton
 from pallas_kernels.decayed_softmax_scores.cases import CASES, LARGE_CASES, Case, make
+from tests.kernel_runs import GPU_MARKS, jit
 from tests.lowering import KERNEL_TARGET, lower_for_cuda
 from tests.tolerance import assert_as_good_as_plain
 
 GPU = "pallas"
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a CUDA GPU"),
-]
 MAX_BYTES = 1 << 29  # of keys in the parity tests: float64 is slow
 RUNS = [pytest.param("pallas_interpret", case, id=f"interpret-{case.id}") for case in CASES] + [
-    pytest.param(GPU, case, id=f"gpu-{case.id}", marks=ON_GPU)
+    pytest.param(GPU, case, id=f"gpu-{case.id}", marks=GPU_MARKS)
     for case in CASES + LARGE_CASES
     if case.bytes_read <= MAX_BYTES
 ]
-BOTH = ["pallas_interpret", pytest.param(GPU, marks=ON_GPU)]
+BOTH = ["pallas_interpret", pytest.param(GPU, marks=GPU_MARKS)]
 
 
 def accumulate(arrays, case, implementation):
     """Scores after the step [num_pages, Hkv] and page scores [B, Hkv, M]."""
     call = functools.partial(decayed_softmax_scores, **case.options, implementation=implementation)
-    scores, page_scores = jax.jit(call)(**arrays)
+    scores, page_scores = jit(call)(**arrays)
     assert scores.dtype == arrays["scores"].dtype
     return np.asarray(scores.astype(jnp.float32))[..., 0], np.asarray(page_scores)
 
@@ -138,7 +135,7 @@ def test_logits_beyond_float16(implementation, group):
     check(accumulate(arrays, case, implementation)[1], arrays, case)
 
 
-@pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=ON_GPU)])
+@pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=GPU_MARKS)])
 def test_repeats_are_equal(implementation):
     case = next(case for case in LARGE_CASES if case.id == "bench-b1-m131072-bf16-max")
     arrays = make(case)
@@ -155,7 +152,8 @@ def test_lowers_for_cuda(case):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tokens": 24}, {"tokens": 8}, {"tokens": 32, "tiles": 0}, {"tokens": 32, "update_elements": 100}]
+    "wrong",
+    [{"tokens": 24}, {"tokens": 8}, {"tokens": 32, "tiles": 0}, {"tokens": 32, "update_elements": 100}],
 )
 def test_tiles_are_checked(wrong):
     with pytest.raises(ValueError, match="expected"):

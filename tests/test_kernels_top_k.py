@@ -12,23 +12,20 @@ import pytest
 from pallas_kernels import top_k_pages
 from pallas_kernels.top_k_pages import triton
 from pallas_kernels.top_k_pages.cases import CASES, LARGE_CASES, Case, make
+from tests.kernel_runs import GPU_MARKS, jit
 from tests.lowering import KERNEL_TARGET, lower_for_cuda
 
 GPU = "pallas"
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a CUDA GPU"),
-]
 RUNS = [pytest.param("pallas_interpret", case, id=f"interpret-{case.id}") for case in CASES] + [
-    pytest.param(GPU, case, id=f"gpu-{case.id}", marks=ON_GPU) for case in CASES + LARGE_CASES
+    pytest.param(GPU, case, id=f"gpu-{case.id}", marks=GPU_MARKS) for case in CASES + LARGE_CASES
 ]
-BOTH = [True, pytest.param(False, marks=ON_GPU)]
+BOTH = [True, pytest.param(False, marks=GPU_MARKS)]
 SMALL = triton.Tiles(row=64, chunk=32)  # rows of over 64 entries take the path of long rows
 
 
 def choose(arrays, case, implementation):
     call = functools.partial(top_k_pages, **case.options, implementation=implementation)
-    return np.asarray(jax.jit(call)(**arrays))
+    return np.asarray(jit(call)(**arrays))
 
 
 def expected(scores, start, stop, k):
@@ -52,11 +49,13 @@ def test_parity(implementation, case):
 
 @functools.cache
 def compiled(k, interpret):
-    return jax.jit(functools.partial(triton.top_k_pages, k=k, interpret=interpret, tiles=SMALL))
+    return jit(functools.partial(triton.top_k_pages, k=k, interpret=interpret, tiles=SMALL))
 
 
+ABOVE_ONE = float(np.nextafter(np.float32(1), np.float32(2)))
+SMALLEST = 1e-45  # a subnormal number, which arithmetic may take for zero
 VALUES = st.sampled_from(
-    [0.0, -0.0, 1.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, np.nan, np.inf, -np.inf, float(np.float32(1.0000001))]
+    [0.0, -0.0, 1.0, ABOVE_ONE, -1.0, SMALLEST, -SMALLEST, 3.4e38, -3.4e38, np.nan, np.inf, -np.inf]
 )
 
 
@@ -97,7 +96,7 @@ def test_best_in_one_group():
     np.testing.assert_array_equal(got, expected(scores, [0], [300], 9))
 
 
-@pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=ON_GPU)])
+@pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=GPU_MARKS)])
 def test_repeats_are_equal(implementation):
     case = next(case for case in LARGE_CASES if case.id == "bench-r64-m131072-k4096")
     arrays = make(case)

@@ -94,9 +94,10 @@ def make(case: Case, *, seed: int = 0, poison: float = np.nan) -> dict[str, jax.
             pages[row, start:stop:3] = rng.choice([num_pages, *NO_PAGE_ENTRIES], len(range(start, stop, 3)))
         inside = pages[row, start:stop]
         scored[inside[(inside >= 0) & (inside < num_pages)]] = True
+    keys = rng.standard_normal(shapes["k_pool"].shape, np.float32)
     arrays = {
         "q": 2 * rng.standard_normal(shapes["q"].shape, np.float32),
-        "k_pool": np.where(scored[..., None], rng.standard_normal(shapes["k_pool"].shape, np.float32), poison),
+        "k_pool": np.where(scored[..., None], keys, poison),
         "scores": np.where(scored, rng.random(shapes["scores"].shape, np.float32) / 8, poison),
         "pages": pages,
         "start": [start for start, _ in case.windows],
@@ -112,15 +113,36 @@ CASES = (
     Case("g2-d80-f16-mean", "mean", group_size=2, head_dim=80, dtype="float16"),
     Case("g3-d96-f32-max-score-bf16", group_size=3, head_dim=96, dtype="float32", score_dtype="bfloat16"),
     Case("g4-d128-bf16-mean", "mean", head_dim=128, num_kv_heads=3),
-    Case("g5-d192-f32-mean-score-f16", "mean", group_size=5, head_dim=192, dtype="float32", score_dtype="float16"),
+    Case(
+        "g5-d192-f32-mean-score-f16",
+        "mean",
+        group_size=5,
+        head_dim=192,
+        dtype="float32",
+        score_dtype="float16",
+    ),
     Case("g7-d72-bf16-q-f32-max", group_size=7, head_dim=72, q_dtype="float32"),
-    Case("g20-d8-f16-q-bf16-max-plain-sum", group_size=20, head_dim=8, dtype="float16", q_dtype="bfloat16", decay=1.0),
+    Case(
+        "g20-d8-f16-q-bf16-max-plain-sum",
+        group_size=20,
+        head_dim=8,
+        dtype="float16",
+        q_dtype="bfloat16",
+        decay=1.0,
+    ),
     Case("holes-many-chunks", holes=True, windows=((0, 33), (500, 1100), (5, 4)), num_kv_heads=1),
 )
 
 LARGE_CASES = (
     *(
-        Case(f"g{g}-d{d}-{_DTYPES[dtype]}-{group}", group, group_size=g, head_dim=d, dtype=dtype, benchmark=True)
+        Case(
+            f"g{g}-d{d}-{_DTYPES[dtype]}-{group}",
+            group,
+            group_size=g,
+            head_dim=d,
+            dtype=dtype,
+            benchmark=True,
+        )
         for g, d, dtype in (
             (1, 64, "float16"),
             (2, 80, "float32"),

@@ -1,10 +1,10 @@
 """`decayed_softmax_scores` through Pallas' Triton lowering.
 
-Two launches. The first gathers each key once: logits go to memory in float32, with the maximum and the sum of
-exponentials of each chunk of tokens. The second joins the chunks, takes the maximum probability over the group
-and updates the scores, all KV heads of a token together since their scores are neighbours in memory.
+Two launches. The first gathers each key once: logits go to memory in float32, with the maximum and the sum
+of exponentials of each chunk of tokens. The second joins the chunks, takes the maximum probability over the
+group and updates the scores, all KV heads of a token together since their scores are neighbours in memory.
 
-Chunks are counted from logical page 0 in a fixed size, so that a row's sums do not depend on M or on the batch.
+Chunks have a fixed size, counted from logical page 0: a row's sums do not depend on M or on the batch.
 Letters: B rows, M logical pages of one token, C chunks, H padded KV heads, G' padded group (1 for "mean"),
 R rows of a tensor-core tile.
 """
@@ -285,6 +285,6 @@ def _update_kernel(
         new = (probability + decay * old).astype(scores_ref.dtype)
         store_rows(scores_ref, index, new, keep, interpret=interpret)
         if interpret:
-            # Else XLA may form it twice, once with a fused multiply-add, and return another value than it stores.
+            # Else XLA may form it twice, once with a fused multiply-add, and return what it did not store.
             new = load_rows(scores_ref, index, keep, interpret=interpret)
         store_page_scores(jnp.where(valid[None], new.astype(jnp.float32), -jnp.inf))

@@ -119,14 +119,21 @@ CASES = (
     Case("g5-d192-f32-mean-peak", "mean", group_size=5, head_dim=192, dtype="float32", kinds=("max", "min")),
     Case("g6-d256-bf16-max-mean", group_size=6, head_dim=256, kinds=("mean",)),
     Case("g7-d72-bf16-q-f32-max", group_size=7, head_dim=72, q_dtype="float32"),
-    Case("g8-d64-f16-q-bf16-max-peak", group_size=8, dtype="float16", q_dtype="bfloat16", kinds=("max", "min")),
-    Case("g20-d8-f32-q-f16-max", group_size=20, num_kv_heads=1, head_dim=8, dtype="float32", q_dtype="float16"),
+    Case("g8-d64-f16-q-bf16-peak", group_size=8, dtype="float16", q_dtype="bfloat16", kinds=("max", "min")),
+    Case("g20-d8-f32-q-f16-max", group_size=20, head_dim=8, dtype="float32", q_dtype="float16"),
     Case("holes-many-tiles", holes=True, windows=((0, 33), (130, 300), (5, 4)), num_kv_heads=1),
 )
 
 LARGE_CASES = (
     *(
-        Case(f"g{g}-d{d}-{_DTYPES[dtype]}-{group}", group, group_size=g, head_dim=d, dtype=dtype, benchmark=True)
+        Case(
+            f"g{g}-d{d}-{_DTYPES[dtype]}-{group}",
+            group,
+            group_size=g,
+            head_dim=d,
+            dtype=dtype,
+            benchmark=True,
+        )
         for g, d, dtype in (
             (1, 64, "float16"),
             (2, 80, "float32"),

@@ -1,7 +1,7 @@
 """`envelope_scores` through Pallas' Triton lowering.
 
-Since M >= m, `sum_d max(q_d M_d, q_d m_d) = max(q, 0).M + min(q, 0).m`: two products per page, formed on tensor
-cores from pages gathered by id. Letters: B rows, M logical pages, S summary rows, R padded group.
+Since M >= m, `sum_d max(q_d M_d, q_d m_d) = max(q, 0).M + min(q, 0).m`: two products per page, formed on
+tensor cores from pages gathered by id. Letters: B rows, M logical pages, S summary rows, R padded group.
 """
 
 import dataclasses

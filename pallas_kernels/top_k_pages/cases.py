@@ -19,8 +19,8 @@ class Case:
         pages_per_request: M.
         windows: (start, stop) of each row.
         num_kv_heads: Hkv.
-        kind: "normal": independent; "ties": few values, some of them signed zeros, infinite or NaN; "same": one
-            value; "nan": only NaN; "rising", "falling": sorted, so that the best stand side by side.
+        kind: "normal": independent; "ties": few values, some of them signed zeros, infinite or NaN; "same":
+            one value; "nan": only NaN; "rising", "falling": sorted, so that the best stand side by side.
         benchmark: too large for the interpreter.
     """
 

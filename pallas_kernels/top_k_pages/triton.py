@@ -1,14 +1,15 @@
 """`top_k_pages` through Pallas' Triton lowering.
 
-Scores become int32 keys in the same order, and the k-th largest key is found by halving an interval of keys: one
-counting pass over registers per step, until exactly k keys are at or above the lower end or the interval is one
-key wide. Ranks from prefix sums then place the chosen pages, which are met in ascending order, so nothing is
+Scores become int32 keys in the same order, and the k-th largest key is found by halving an interval of keys:
+one counting pass over registers per step, until exactly k keys reach the lower end or the interval is one key
+wide. Ranks from prefix sums then place the chosen pages, which are met in ascending order, so nothing is
 sorted. A row that fits one program takes one launch. A longer one takes four:
 
 1. each chunk of the row reduces its keys to the maxima of strided groups;
-2. the k-th largest maximum bounds the k-th largest key from below, since k groups hold a key at least as large;
-3. each chunk writes down its keys that reach the bound. Without ties there are at most k times the group size
-   of these; of independent scores, little more than k;
+2. about the k-th largest maximum is found. It bounds the k-th largest key from below, since k groups hold a
+   key at least as large;
+3. each chunk writes down its keys that reach the bound: of independent scores little more than k, and without
+   ties never more than 9/8 k times the group size;
 4. one program chooses among them, in registers if they fit, else in passes over memory.
 
 Letters: B rows, M logical pages, C chunks, N size of a tile in registers.
@@ -64,7 +65,7 @@ def top_k_pages(scores, start, stop, *, k, interpret: bool, tiles: Tiles | None 
         return _long_rows(scores, start, stop, k=k, interpret=interpret, tiles=tiles)
     entries = max(16, next_power_of_two(num_logical))
     return pallas_call(
-        functools.partial(_row_kernel, k=k, entries=entries),
+        functools.partial(_row_kernel, k=k, entries=entries, interpret=interpret),
         grid=(num_kv_heads, batch),
         out_shape=jax.ShapeDtypeStruct((batch, num_kv_heads, k), jnp.int32),
         num_warps=tiles.warps(entries),
@@ -92,12 +93,12 @@ def _long_rows(scores, start, stop, *, k, interpret, tiles):
         return jax.ShapeDtypeStruct((batch, num_kv_heads, *shape), jnp.int32)
 
     maxima = by_chunk(
-        functools.partial(_maxima_kernel, chunk=chunk, groups=groups),
+        functools.partial(_maxima_kernel, chunk=chunk, groups=groups, interpret=interpret),
         out_shape=int32(num_chunks * groups),
         name="top_k_maxima",
     )(scores, start, stop)
     bound = by_row(
-        functools.partial(_bound_kernel, k=k, entries=chunks_padded * groups),
+        functools.partial(_bound_kernel, k=k, entries=chunks_padded * groups, interpret=interpret),
         out_shape=int32(),
         num_warps=tiles.warps(chunks_padded * groups),
         name="top_k_bound",
@@ -123,16 +124,16 @@ def _window(start_ref, stop_ref, row, num_logical):
     return start, jnp.clip(stop_ref[row], start, num_logical)
 
 
-def _load_keys(scores_ref, row, head, at, entries, start, stop):
+def _load_keys(scores_ref, row, head, at, entries, start, stop, interpret):
     """Logical pages `at + [0, entries)` and their keys, `ABSENT` outside the window."""
     logical = at + jnp.arange(entries, dtype=jnp.int32)
     inside = (logical >= start) & (logical < stop)
-    scores = plt.load(scores_ref.at[row, head, pl.ds(at, entries)], mask=inside, other=jnp.float32(0))
+    scores = load_rows(scores_ref, (row, head, logical), inside, interpret=interpret)
     return logical, jnp.where(inside, order_preserving_key(scores), ABSENT)
 
 
 def _group_maxima(key, groups):
-    """[N] -> [groups]: maxima of groups of entries `groups` apart, which parts neighbours that score alike."""
+    """[N] -> [groups]: maxima over entries `groups` apart, which parts neighbours that score alike."""
     return jnp.max(key.reshape(key.shape[0] // groups, groups), axis=0)
 
 
@@ -147,7 +148,7 @@ def _search(count, low, high, at_low, *, k, slack=0):
     Args:
         count: key -> how many keys are at or above it.
         low: a key that at least k keys reach, or `LOWEST`.
-        high: a key that fewer than k keys reach, in fact none.
+        high: a key that none reaches.
         at_low: how many keys reach `low`; a larger number will do if it is above k.
         slack: stop once between k and k + slack keys reach `low`.
 
@@ -200,24 +201,17 @@ def _place(key, low, ties, above_before, equal_before):
     return above | (equal & (equal_before < ties)), above_before + jnp.minimum(equal_before, ties)
 
 
-def _fill(out_ref, row, head, chosen, num_logical):
+def _fill(out_ref, row, head, chosen, num_logical, interpret):
     """Writes M past the pages chosen."""
     k = out_ref.shape[2]
-    size = next_power_of_two(k)
-    place = jnp.arange(size, dtype=jnp.int32)
-    filler = jnp.full((size,), num_logical, jnp.int32)
-    plt.store(out_ref.at[row, head, pl.ds(0, size)], filler, mask=(place >= chosen) & (place < k))
+    place = jnp.arange(next_power_of_two(k), dtype=jnp.int32)
+    filler = jnp.full(place.shape, num_logical, jnp.int32)
+    store_rows(out_ref, (row, head, place), filler, (place >= chosen) & (place < k), interpret=interpret)
 
 
 def _ties(k, at_low, at_high):
     """How many keys equal to the lower end of the interval to choose."""
     return jnp.where(at_low <= k, k, k - at_high)
-
-
-def _store_chosen(out_ref, row, head, place, logical, chosen):
-    # A place that is out of bounds is dropped where the interpreter has no masked store through an index array.
-    place = jnp.where(chosen, place, out_ref.shape[2])
-    plt.store(out_ref.at[row, head, place], logical, mask=chosen)
 
 
 def _row_kernel(
@@ -228,12 +222,13 @@ def _row_kernel(
     *,
     k,
     entries,
+    interpret,
 ):
     head, row = pl.program_id(0), pl.program_id(1)
     num_logical = scores_ref.shape[2]
     start, stop = _window(start_ref, stop_ref, row, num_logical)
-    _fill(out_ref, row, head, jnp.minimum(stop - start, k), num_logical)
-    logical, key = _load_keys(scores_ref, row, head, 0, entries, start, stop)
+    _fill(out_ref, row, head, jnp.minimum(stop - start, k), num_logical, interpret)
+    logical, key = _load_keys(scores_ref, row, head, 0, entries, start, stop, interpret)
     low, high = jnp.int32(LOWEST), jnp.max(key) + 1
     groups = max(128, next_power_of_two(k))
     if groups <= entries:
@@ -243,7 +238,7 @@ def _row_kernel(
     low = jnp.where(stop - start <= k, LOWEST, low)
     low, at_low, at_high = _search(functools.partial(_count, key), low, high, at_low, k=k)
     chosen, place = _place(key, low, _ties(k, at_low, at_high), jnp.int32(0), jnp.int32(0))
-    _store_chosen(out_ref, row, head, place, logical, chosen)
+    store_rows(out_ref, (row, head, place), logical, chosen, interpret=interpret)
 
 
 def _maxima_kernel(
@@ -254,6 +249,7 @@ def _maxima_kernel(
     *,
     chunk,
     groups,
+    interpret,
 ):
     index, head, row = (pl.program_id(i) for i in range(3))
     start, stop = _window(start_ref, stop_ref, row, scores_ref.shape[2])
@@ -266,7 +262,7 @@ def _maxima_kernel(
 
     @pl.when(touched)
     def _():
-        _, key = _load_keys(scores_ref, row, head, index * chunk, chunk, start, stop)
+        _, key = _load_keys(scores_ref, row, head, index * chunk, chunk, start, stop, interpret)
         plt.store(out_ref, _group_maxima(key, groups))
 
 
@@ -276,10 +272,12 @@ def _bound_kernel(
     *,
     k,
     entries,
+    interpret,
 ):
     head, row = pl.program_id(0), pl.program_id(1)
-    inside = jnp.arange(entries, dtype=jnp.int32) < maxima_ref.shape[2]
-    key = plt.load(maxima_ref.at[row, head, pl.ds(0, entries)], mask=inside, other=jnp.int32(ABSENT))
+    group = jnp.arange(entries, dtype=jnp.int32)
+    inside = group < maxima_ref.shape[2]
+    key = jnp.where(inside, load_rows(maxima_ref, (row, head, group), inside, interpret=interpret), ABSENT)
     present = _count(key, LOWEST)
     least = jnp.min(jnp.where(key == ABSENT, 2**31 - 1, key))
     low = jnp.where(present > k, least, LOWEST)
@@ -311,7 +309,7 @@ def _candidates_kernel(
 
     @pl.when(touched)
     def _():
-        logical, key = _load_keys(scores_ref, row, head, index * chunk, chunk, start, stop)
+        logical, key = _load_keys(scores_ref, row, head, index * chunk, chunk, start, stop, interpret)
         keep = key >= bound_ref[row, head]
         rank = jnp.cumsum(keep.astype(jnp.int32))
         counts_ref[row, head, index] = jnp.max(rank)
@@ -337,7 +335,7 @@ def _choose_kernel(
 ):
     head, row = pl.program_id(0), pl.program_id(1)
     start, stop = _window(start_ref, stop_ref, row, num_logical)
-    _fill(out_ref, row, head, jnp.minimum(stop - start, k), num_logical)
+    _fill(out_ref, row, head, jnp.minimum(stop - start, k), num_logical, interpret)
     counts = [counts_ref[row, head, c] for c in range(counts_ref.shape[2])]
     total = sum(counts)
     bound = bound_ref[row, head]
@@ -359,7 +357,7 @@ def _choose_kernel(
             functools.partial(_count, key), bound, jnp.max(key) + 1, total, k=k
         )
         chosen, place = _place(key, low, _ties(k, at_low, at_high), jnp.int32(0), jnp.int32(0))
-        _store_chosen(out_ref, row, head, place, logical, chosen)
+        store_rows(out_ref, (row, head, place), logical, chosen, interpret=interpret)
 
     @pl.when(total > entries)
     def _():
@@ -383,7 +381,8 @@ def _choose_kernel(
             above, equal = carry
             key = load(keys_ref, tile, ABSENT)
             chosen, place = _place(key, low, ties, above, equal)
-            _store_chosen(out_ref, row, head, place, load(ids_ref, tile, 0), chosen)
+            logical = load(ids_ref, tile, 0)
+            store_rows(out_ref, (row, head, place), logical, chosen, interpret=interpret)
             reach, beyond = _count(key, low), _count(key, low + 1)
             return above + beyond, equal + reach - beyond
 
