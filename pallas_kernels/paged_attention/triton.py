@@ -258,7 +258,7 @@ class _Columns:
 
 
 def _split_columns(head_dim: int) -> list[_Columns]:
-    """Covers the head dimension by powers of two from MIN_DOT up: 80 -> 64 + 16, 72 -> 64 + 16 too."""
+    """Covers the head dimension by powers of two from MIN_DOT up: 80 -> 64 + 16, and so 72."""
     whole = _triton.power_of_two_pieces(head_dim - head_dim % MIN_DOT)
     pieces = [*whole, (head_dim - head_dim % MIN_DOT, MIN_DOT)] if head_dim % MIN_DOT else whole
     return [_Columns(start, size, head_dim) for start, size in pieces]
