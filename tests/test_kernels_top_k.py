@@ -123,7 +123,7 @@ def test_rows_too_long_are_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"row": 65536}, {"row": 48}, {"row": 64, "chunk": 128}, {"chunk": 8}, {"num_warps": 3}]
+    "wrong", [{"row": 65536}, {"row": 48}, {"row": 64, "chunk": 128}, {"chunk": 8}, {"warp": 100}]
 )
 def test_tiles_are_checked(wrong):
     with pytest.raises(ValueError, match="expected"):

@@ -110,7 +110,7 @@ def decayed_softmax_scores(
     )(q, k_pool, pages, start, stop)
 
     lanes = next_power_of_two(num_kv_heads) * next_power_of_two(kept)
-    tokens = max(16, tiles.update_elements // lanes)
+    tokens = min(chunk, max(16, tiles.update_elements // lanes))
     return pallas_call(
         functools.partial(
             _update_kernel,
@@ -273,8 +273,9 @@ def _update_kernel(
 
         page = plt.load(pages_ref.at[row, pl.ds(tile * tokens, tokens)], mask=inside, other=jnp.int32(-1))
         valid = inside & (page >= 0) & (page < num_pages)
-        logits, keep = load_grouped(logits_ref, position, valid)
-        logits = jnp.where(keep, logits, -jnp.inf)
+        # What the first launch left unwritten is loaded too, so that a thread loads several logits at once.
+        logits, keep = load_grouped(logits_ref, position, position >= 0)
+        logits = jnp.where(keep & valid[None, None], logits, -jnp.inf)
         base = jnp.where(peak == -jnp.inf, 0.0, peak)
         probability = jnp.exp(logits - base[..., None]) / jnp.where(total == 0, 1.0, total)[..., None]
         probability = jnp.max(probability, axis=1)  # [H, tokens]

@@ -36,24 +36,22 @@ class Tiles:
     Attributes:
         row: entries of a row that one program holds, at most 32768 since two counts share an int32.
         chunk: entries of a chunk of a longer row, at most `row`.
-        num_warps: warps of a program with more than 2048 entries; others have 4.
+        warp: entries of a warp; a program has 4 to 16 warps.
     """
 
     row: int = 16384
     chunk: int = 8192
-    num_warps: int = 8
+    warp: int = 512
 
     def __post_init__(self):
-        for name, most in (("row", 32768), ("chunk", self.row)):
+        for name, most in (("row", 32768), ("chunk", self.row), ("warp", 32768)):
             value = getattr(self, name)
             if value < 16 or value & (value - 1) or value > most:
                 raise ValueError(f"{name}: expected a power of two from 16 to {most}, got {value}")
-        if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
-            raise ValueError(f"num_warps: expected a power of two, got {self.num_warps}")
 
     def warps(self, entries: int) -> int:
         """Warps of a program that holds `entries` entries."""
-        return self.num_warps if entries > 2048 else 4
+        return min(16, max(4, entries // self.warp))
 
 
 def top_k_pages(scores, start, stop, *, k, interpret: bool, tiles: Tiles | None = None):
@@ -128,7 +126,8 @@ def _load_keys(scores_ref, row, head, at, entries, start, stop, interpret):
     """Logical pages `at + [0, entries)` and their keys, `ABSENT` outside the window."""
     logical = at + jnp.arange(entries, dtype=jnp.int32)
     inside = (logical >= start) & (logical < stop)
-    scores = load_rows(scores_ref, (row, head, logical), inside, interpret=interpret)
+    # Loaded up to M, not up to the window's ragged ends, so that a thread loads several scores at once.
+    scores = load_rows(scores_ref, (row, head, logical), logical < scores_ref.shape[2], interpret=interpret)
     return logical, jnp.where(inside, order_preserving_key(scores), ABSENT)
 
 
@@ -227,18 +226,29 @@ def _row_kernel(
     head, row = pl.program_id(0), pl.program_id(1)
     num_logical = scores_ref.shape[2]
     start, stop = _window(start_ref, stop_ref, row, num_logical)
-    _fill(out_ref, row, head, jnp.minimum(stop - start, k), num_logical, interpret)
-    logical, key = _load_keys(scores_ref, row, head, 0, entries, start, stop, interpret)
-    low, high = jnp.int32(LOWEST), jnp.max(key) + 1
-    groups = max(128, next_power_of_two(k))
-    if groups <= entries:
-        low = jnp.maximum(low, jnp.min(_group_maxima(key, groups)))
-    # That k keys reach the least of k or more maxima is all we know of it.
-    at_low = jnp.where(stop - start <= k, stop - start, k + 1)
-    low = jnp.where(stop - start <= k, LOWEST, low)
-    low, at_low, at_high = _search(functools.partial(_count, key), low, high, at_low, k=k)
-    chosen, place = _place(key, low, _ties(k, at_low, at_high), jnp.int32(0), jnp.int32(0))
-    store_rows(out_ref, (row, head, place), logical, chosen, interpret=interpret)
+    window = stop - start
+    _fill(out_ref, row, head, jnp.minimum(window, k), num_logical, interpret)
+
+    def choose(at, entries):
+        logical, key = _load_keys(scores_ref, row, head, at, entries, start, stop, interpret)
+        low, high = jnp.int32(LOWEST), jnp.max(key) + 1
+        groups = max(128, next_power_of_two(k))
+        if groups <= entries:
+            low = jnp.maximum(low, jnp.min(_group_maxima(key, groups)))
+        # That k keys reach the least of k or more maxima is all we know of it.
+        at_low = jnp.where(window <= k, window, k + 1)
+        low = jnp.where(window <= k, LOWEST, low)
+        low, at_low, at_high = _search(functools.partial(_count, key), low, high, at_low, k=k)
+        chosen, place = _place(key, low, _ties(k, at_low, at_high), jnp.int32(0), jnp.int32(0))
+        store_rows(out_ref, (row, head, place), logical, chosen, interpret=interpret)
+
+    # A window much shorter than the row needs fewer registers to pass over.
+    few = entries // 8
+    if few < 256:
+        choose(0, entries)
+    else:
+        pl.when(window <= few)(lambda: choose(start, few))
+        pl.when(window > few)(lambda: choose(0, entries))
 
 
 def _maxima_kernel(
