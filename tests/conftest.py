@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from tests.kernel_runs import GPU_MARKS
 
-@pytest.fixture(params=["xla"])
+
+@pytest.fixture(params=["xla", pytest.param("pallas", marks=GPU_MARKS)])
 def implementation(request):
     """The implementations that parity tests run."""
     return request.param
