@@ -138,10 +138,8 @@ def test_newcomer(name, implementation):
             assert (scores[1 : 8 // page_size] < scores[16 // page_size]).all()
 
 
-@pytest.mark.parametrize("name", ["sink_recent_attention", "h2o_sparse_attention"])
-def test_unchosen_is_not_moved(name, implementation):
-    scoring = name != "sink_recent_attention"
-    policy = h2o_jax.get_policy(name, reserved_eos=2 if scoring else 3, **({"top_k": 1} if scoring else {}))
+def test_unchosen_is_not_moved(implementation):
+    policy = h2o_jax.get_policy("h2o_sparse_attention", top_k=1)
     rng = np.random.default_rng(0)
     raw, values = rng.standard_normal((2, 41, 2, 16))
     raw_q = rng.standard_normal((4, 16))
@@ -151,8 +149,8 @@ def test_unchosen_is_not_moved(name, implementation):
 
     keys = np.stack([turned(x, i) for i, x in enumerate(raw)])
     q = turned(raw_q, 40)
-    if scoring:  # page 3 is what the queries of both KV heads look for
-        keys[24:32] = np.repeat(8 * q.reshape(2, 2, 16).mean(axis=1)[None], 8, axis=0)
+    # Page 3 is what the queries of both KV heads look for; pages 1 and 2 are never chosen.
+    keys[24:32] = np.repeat(8 * q.reshape(2, 2, 16).mean(axis=1)[None], 8, axis=0)
     keys, values, q = (reference.round_to(x, "float32") for x in (keys, values, q))
     prompt = [x[:40].astype(np.float32) for x in (keys, values)]
     state = filled_row(*prompt, policy, implementation, page_size=8, pages=8)
@@ -308,35 +306,22 @@ def test_tf32_of_attention(prompt, implementation):
     keys[1] = 1 + 2.0**-12
     values = np.zeros((4, 1, 128), np.float32)
     values[1] = 1
-    state = empty(policy, head_dim=128)
-    scale = 4096.0
+    options = {"policy": policy, "scale": 4096.0, "implementation": implementation}
     if prompt:
-        table, _ = h2o_jax.extend(state.table, jnp.array([4], jnp.int32))
-        arrays = [jnp.asarray(x)[None] for x in (np.ones_like(keys), keys, values)]
-        _, out = h2o_jax.prefill_attention(
-            state.layers[0],
-            table,
-            *arrays,
-            jnp.array([4], jnp.int32),
-            policy=policy,
-            scale=scale,
-            implementation=implementation,
-        )
-        out = out[:, -1]
+        state, arrays, num_tokens = empty(policy, head_dim=128), [np.ones_like(keys), keys, values], 4
     else:
         state = filled_row(keys[:3], values[:3], policy, implementation)
-        table, _ = h2o_jax.extend(state.table, jnp.array([1], jnp.int32))
-        _, out = h2o_jax.decode_attention(
-            state.layers[0],
-            table,
-            jnp.ones((1, 1, 128)),
-            jnp.asarray(keys[3:]),
-            jnp.asarray(values[3:]),
-            policy=policy,
-            scale=scale,
-            implementation=implementation,
-        )
-    np.testing.assert_array_equal(out, 1)
+        arrays, num_tokens = [np.ones((1, 128), np.float32), keys[3], values[3]], 1
+
+    @jax.jit
+    def run(state, q, k, v):
+        lengths = jnp.array([num_tokens], jnp.int32)
+        table, _ = h2o_jax.extend(state.table, lengths)
+        if prompt:
+            return h2o_jax.prefill_attention(state.layers[0], table, q, k, v, lengths, **options)[1][:, -1]
+        return h2o_jax.decode_attention(state.layers[0], table, q, k, v, **options)[1]
+
+    np.testing.assert_array_equal(run(state, *(jnp.asarray(x)[None] for x in arrays)), 1)
 
 
 @pytest.mark.parametrize("name", ["gqa_h2o_token_sparse_attention", "dense_attention"])

@@ -14,8 +14,9 @@ import pytest
 import h2o_jax
 from pallas_kernels import decayed_softmax_scores, envelope_scores, paged_attention, write_pages
 from tests.test_cases_numbers import decode, empty, prefill
-from tests.test_cases_shapes import FEW, SCORING, check_attention
+from tests.test_cases_shapes import SCORING, check_attention
 
+STATEFUL = ["h2o_sparse_attention", "gqa_h2o_token_sparse_attention"]  # one keeps summaries, one scores
 BAD_PAGES = [16, 10**6, -1, -5, -(2**31), 2**31 - 1]  # of a pool of 16
 
 
@@ -84,7 +85,7 @@ def test_none_is_not_last(nothing, implementation):
             np.testing.assert_array_equal(after, before)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", STATEFUL)
 def test_padding_rows(name, implementation):
     policy, page_size = policy_and_size(name)
     rng = np.random.default_rng(0)
@@ -170,9 +171,8 @@ def test_bad_page_id_is_not_read(page, implementation):
     np.testing.assert_array_equal(after, summaries)
 
 
-@pytest.mark.parametrize("name", ["h2o_sparse_attention", "h2o_token_sparse_attention"])
-def test_stale_rows(name, implementation):
-    policy, page_size = policy_and_size(name)
+def test_stale_rows(implementation):
+    policy, page_size = policy_and_size("h2o_sparse_attention")
     rng = np.random.default_rng(0)
     options = {"policy": policy, "implementation": implementation}
     # Row 2 of the second step is admitted anew, so old lengths and pages of every row are stale.
@@ -201,7 +201,7 @@ def test_stale_rows(name, implementation):
             )
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", STATEFUL)
 def test_row_reuse(name, implementation):
     """A row finishes and its successor, in a fuller pool, runs as if it were alone."""
     policy, page_size = policy_and_size(name)
@@ -235,7 +235,7 @@ def test_row_reuse(name, implementation):
     h2o_jax.check_state(state, config)
 
 
-@pytest.mark.parametrize("name", [name for name in SCORING if name != "gqa_quest_sparse_attention"])
+@pytest.mark.parametrize("name", ["h2o_sparse_attention", "gqa_quest_sparse_attention", "gqa_h2o_token_sparse_attention"])
 def test_group_choice(name, implementation):
     _, page_size = policy_and_size(name)
     policy = h2o_jax.get_policy(name, top_k=1, reserved_bos=1, reserved_eos=1)

@@ -25,7 +25,7 @@ POLICIES = {
     "sink_recent_attention": {},
     "dense_attention": {},
 }
-FEW = ["h2o_sparse_attention", "gqa_h2o_token_sparse_attention", "sink_recent_attention", "dense_attention"]  # one of each kind
+FEW = ["h2o_sparse_attention", "gqa_h2o_token_sparse_attention", "dense_attention"]  # one of each kind
 SCORING = [name for name in POLICIES if name not in ("sink_recent_attention", "dense_attention")]
 
 @dataclasses.dataclass
@@ -60,7 +60,7 @@ def decode_after(
     dtype="float32",
     seed=0,
 ):
-    """Prefills prompts of the given lengths (-1: a row that stays empty) and decodes one token after each."""
+    """Caches prompts of the given lengths (-1: a row that stays empty) and decodes one token after each."""
     rng, batch = np.random.default_rng(seed), len(prompts)
     config = h2o_jax.CacheConfig(
         num_layers=1,
@@ -79,7 +79,7 @@ def decode_after(
 
     q, k, v = draw(num_q_heads), draw(num_kv_heads), draw(num_kv_heads)
     state, out, chosen = _decode_after(
-        *(jnp.asarray(x[:, :-1], dtype) for x in (q, k, v)),
+        *(jnp.asarray(x[:, :-1], dtype) for x in (k, v)),
         jnp.asarray(lengths, jnp.int32),
         *(jnp.asarray(x[rows, lengths], dtype) for x in (q, k, v)),
         jnp.asarray(live),
@@ -100,11 +100,11 @@ def decode_after(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy", "implementation"))
-def _decode_after(q, k, v, lengths, new_q, new_k, new_v, live, *, config, policy, implementation):
+def _decode_after(k, v, lengths, new_q, new_k, new_v, live, *, config, policy, implementation):
     options = {"policy": policy, "implementation": implementation}
     state = h2o_jax.init_state(config, policy)
     table, _ = h2o_jax.extend(state.table, lengths)
-    cache, _ = h2o_jax.prefill_attention(state.layers[0], table, q, k, v, lengths, **options)
+    cache = h2o_jax.write_tokens(state.layers[0], table, k, v, lengths, **options)
     grow = live.astype(jnp.int32)
     table, _ = h2o_jax.extend(table, grow)
     cache = h2o_jax.write_tokens(cache, table, new_k[:, None], new_v[:, None], grow, **options)
@@ -205,8 +205,7 @@ def test_odd_group_that_does_not_divide(implementation):
 def test_budget_at_least_the_length(name, implementation):
     page_size = 1 if "token" in name else 16
     budget = 50 if page_size == 1 else 4
-    options = {"sink_recent_attention": {"reserved_eos": 3}, "dense_attention": {}}.get(name, {"top_k": budget - 3})
-    policy = h2o_jax.get_policy(name, **options)
+    policy = h2o_jax.get_policy(name, **({} if name == "dense_attention" else {"top_k": budget - 3}))
     tokens = [49, 50, 0, page_size * budget - 1]
     batch = decode_after(
         tokens if page_size == 16 else [49, 30, 0],
@@ -239,13 +238,10 @@ def test_fewer_pages_than_k(name, implementation):
     check_chosen(batch, page_size)
 
 
-@pytest.mark.parametrize("name", ["gqa_h2o_sparse_attention"])
-def test_fewer_pages_than_k_in_the_whole_pool(name, implementation):
+def test_fewer_pages_than_k_in_the_whole_pool(implementation):
     # Rows may name more logical pages than the pool has, so that NO_PAGE = 8 looks like a logical page.
-    page_size = 1 if "token" in name else 4
-    policy = h2o_jax.get_policy(name, **({"top_k": 16} if name in SCORING else {}))
-    sizes = {"page_size": page_size, "pages_per_request": 40, "num_pages": 8}
-    batch = decode_after([0, 5 * page_size], policy, implementation, **sizes)
+    policy = h2o_jax.get_policy("gqa_h2o_sparse_attention", top_k=16)
+    batch = decode_after([0, 20], policy, implementation, pages_per_request=40, num_pages=8)
     assert (batch.pages[0, :, 1:] == 8).all()
     check_dense(batch)
 
