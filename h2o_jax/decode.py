@@ -173,7 +173,7 @@ def select_pages(
     in_use = jnp.where(_active_rows(table, active), table.pages_in_use, 0)
     sparse = in_use > budget
     window = Window(
-        start=jnp.where(sparse, policy.reserved_bos, 0),
+        start=jnp.where(sparse, jnp.int32(policy.reserved_bos), 0),
         stop=jnp.where(sparse, in_use - policy.reserved_eos, 0),
     )
 

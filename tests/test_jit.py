@@ -250,10 +250,6 @@ def test_one_kernel_many_grids(implementation):
             check_attention(out[row], q[row].astype(np.float64), keys, values, scale=0.25, name=f"{batch}x{width}")
 
 
-X64 = pytest.mark.xfail(strict=True, raises=(ValueError, AssertionError), reason="the window's start becomes int64")
-
-
-@X64
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dense_attention"])
 def test_x64(name):
     """With 64-bit types enabled the same program runs on the same types."""
@@ -265,7 +261,6 @@ def test_x64(name):
     assert {x.dtype.name for x in jax.tree.leaves(state)} == {"int32", "float32"}
 
 
-@X64
 def test_x64_process():
     """A prefill and a decode loop in a process that enables 64-bit types from the start."""
     code = """

@@ -1,0 +1,98 @@
+"""What only a GPU can tell of the whole: the kernels inside the decode step, the loop and the model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import h2o_jax
+from h2o_jax import verification
+from h2o_jax.generate import generate
+from h2o_jax.models import Llama, LlamaConfig
+from tests import test_jit
+from tests.kernel_runs import on_gpu
+from tests.lowering import KERNEL_TARGET
+
+POLICIES = ["h2o_sparse_attention", "h2o_token_sparse_attention", "dense_attention"]
+
+
+@on_gpu
+@pytest.mark.parametrize("scanned", [False, True], ids=["step", "scan"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_kernels_update_the_pool_in_place(name, dtype, scanned):
+    """Nothing as large as a pool is made beside it. (The default implementation here is "pallas".)"""
+    executable, _, shapes = test_jit.compiled(name, 65536, dtype, scanned)
+    assert KERNEL_TARGET in executable.as_text()
+    memory = executable.memory_analysis()
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.layers)]
+    assert memory.alias_size_in_bytes >= sum(sizes)
+    assert memory.temp_size_in_bytes < sizes[0] / 2
+
+
+@on_gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_x64_mode_changes_no_bit(name):
+    loop = test_jit.Loop(name)
+    news = loop.inputs(24)
+    outs = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            _, out = jax.jit(loop.scan)(loop.start(), news)
+            outs.append(np.asarray(out))
+    assert outs[0].dtype == outs[1].dtype == np.float32
+    np.testing.assert_array_equal(*outs)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_20_repeats_are_bit_equal(name):
+    loop = test_jit.Loop(name)
+    news, scan = loop.inputs(24), jax.jit(loop.scan)
+    first = jax.tree.map(np.asarray, scan(loop.start(), news))
+    for _ in range(19):
+        jax.tree.map(np.testing.assert_array_equal, scan(loop.start(), news), first)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_row_does_not_depend_on_the_batch(name):
+    """Rows in another order, among idle rows and in a larger pool: the same bits."""
+    few, many = test_jit.Loop(name), test_jit.Loop(name, num_pages=1000, pages_per_request=100)
+    order = np.array([2, 0, 3, 1])
+    news = few.inputs(24)
+    _, outs = jax.jit(few.scan)(few.start((20, 9, 1, 3)), news)
+    lengths = tuple(np.array((20, 9, 1, 3))[order])
+    _, moved = jax.jit(many.scan)(many.start(lengths), tuple(x[:, order] for x in news))
+    np.testing.assert_array_equal(np.asarray(outs)[:, order], moved)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["gqa_h2o_sparse_attention", "gqa_h2o_token_sparse_attention"])
+def test_the_model_says_the_same_with_either_implementation(name):
+    config = LlamaConfig(
+        architecture="llama",
+        vocab_size=256,
+        hidden_size=192,
+        intermediate_size=256,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+    model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, length).tolist() for length in (150, 3, 90)]
+    policy = h2o_jax.get_policy(name, top_k=8)
+    run = functools.partial(generate, model, prompts, policy=policy, max_new_tokens=100)
+    assert run(implementation="pallas") == run(implementation="xla")
+
+
+@on_gpu
+def test_verify_passes_with_the_kernels():
+    failed = [check for check in verification.verify("pallas") if not check.passed]
+    assert not failed
