@@ -13,7 +13,7 @@ from h2o_jax.policy import Policy, Window
 from h2o_jax.state import LayerCache, PageTable
 from pallas_kernels import paged_attention, top_k_pages
 from pallas_kernels import write_pages as write_pages_op
-from pallas_kernels._checks import FLOAT_DTYPES, check_dtype, check_heads, check_row_ints, check_shape
+from pallas_kernels._checks import check_dtype, check_queries, check_row_ints, check_shape
 
 
 @jax.tree_util.register_dataclass
@@ -262,9 +262,7 @@ def _mask_scores(scores: jax.Array, window: Window, shape: tuple[int, int, int])
 
 
 def _check_q(cache: LayerCache, table: PageTable, q: jax.Array) -> None:
-    check_shape("q", q, (table.pages.shape[0], None, cache.k.shape[3]), "[B, Hq, D]")
-    check_dtype("q", q, FLOAT_DTYPES)
-    check_heads(q.shape[1], cache.k.shape[1])
+    check_queries(q, table.pages.shape[0], cache.k.shape[1], cache.k.shape[3])
 
 
 def _check_kv(cache: LayerCache, table: PageTable, **arrays: tuple[jax.Array, int]) -> None:

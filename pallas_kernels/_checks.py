@@ -22,6 +22,19 @@ def check_dtype(name: str, array, expected: Sequence[str]):
         raise ValueError(f"{name}: expected dtype {' or '.join(expected)}, got {dtype.name}")
 
 
+def check_table(pages):
+    """Raises unless `pages` is a page table, `[B, M]` int32."""
+    check_shape("pages", pages, (None, None), "[B, M]")
+    check_dtype("pages", pages, ("int32",))
+
+
+def check_queries(q, batch: int, num_kv_heads: int, head_dim: int):
+    """Raises unless `q` is `[B, Hq, D]` floating point, Hq a multiple of `num_kv_heads`."""
+    check_shape("q", q, (batch, None, head_dim), "[B, Hq, D]")
+    check_dtype("q", q, FLOAT_DTYPES)
+    check_heads(q.shape[1], num_kv_heads)
+
+
 def check_heads(num_q_heads: int, num_kv_heads: int):
     """Raises unless the query heads divide evenly over the KV heads."""
     if num_q_heads % num_kv_heads:

@@ -8,9 +8,10 @@ from pallas_kernels._checks import (
     FLOAT_DTYPES,
     check_choice,
     check_dtype,
-    check_heads,
+    check_queries,
     check_row_ints,
     check_shape,
+    check_table,
 )
 from pallas_kernels._dispatch import dispatch
 from pallas_kernels.decayed_softmax_scores import triton, xla
@@ -69,11 +70,8 @@ def decayed_softmax_scores(
     check_dtype("k_pool", k_pool, FLOAT_DTYPES)
     check_shape("scores", scores, k_pool.shape[:3], "[num_pages, Hkv, 1]")
     check_dtype("scores", scores, FLOAT_DTYPES)
-    check_shape("pages", pages, (None, None), "[B, M]")
-    check_dtype("pages", pages, ("int32",))
-    check_shape("q", q, (pages.shape[0], None, k_pool.shape[3]), "[B, Hq, D]")
-    check_dtype("q", q, FLOAT_DTYPES)
-    check_heads(q.shape[1], k_pool.shape[1])
+    check_table(pages)
+    check_queries(q, pages.shape[0], k_pool.shape[1], k_pool.shape[3])
     check_row_ints(pages.shape[0], start=start, stop=stop)
     if not 0 < decay <= 1:
         raise ValueError(f"decay: expected a number in (0, 1], got {decay!r}")

@@ -9,9 +9,10 @@ from pallas_kernels._checks import (
     FLOAT_DTYPES,
     check_choice,
     check_dtype,
-    check_heads,
+    check_queries,
     check_row_ints,
     check_shape,
+    check_table,
 )
 from pallas_kernels._dispatch import dispatch
 from pallas_kernels.envelope_scores import triton, xla
@@ -71,11 +72,8 @@ def envelope_scores(
     check_choice("group", group, GROUPS)
     check_shape("summaries", summaries, (None, None, len(kinds), None), "[num_pages, Hkv, S, D]")
     check_dtype("summaries", summaries, FLOAT_DTYPES)
-    check_shape("pages", pages, (None, None), "[B, M]")
-    check_dtype("pages", pages, ("int32",))
-    check_shape("q", q, (pages.shape[0], None, summaries.shape[3]), "[B, Hq, D]")
-    check_dtype("q", q, FLOAT_DTYPES)
-    check_heads(q.shape[1], summaries.shape[1])
+    check_table(pages)
+    check_queries(q, pages.shape[0], summaries.shape[1], summaries.shape[3])
     check_row_ints(pages.shape[0], start=start, stop=stop)
     return dispatch(
         "envelope_scores",

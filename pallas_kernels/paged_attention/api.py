@@ -4,7 +4,14 @@ from functools import partial
 
 import jax
 
-from pallas_kernels._checks import FLOAT_DTYPES, check_dtype, check_heads, check_row_ints, check_shape
+from pallas_kernels._checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_queries,
+    check_row_ints,
+    check_shape,
+    check_table,
+)
 from pallas_kernels._dispatch import dispatch
 from pallas_kernels.paged_attention import triton, xla
 
@@ -51,12 +58,9 @@ def paged_attention(
     check_dtype("k_pool", k_pool, FLOAT_DTYPES)
     check_shape("v_pool", v_pool, k_pool.shape, "[num_pages, Hkv, P, D]")
     check_dtype("v_pool", v_pool, (k_pool.dtype.name,))
-    check_shape("pages", pages, (None, None), "[B, M]")
-    check_dtype("pages", pages, ("int32",))
+    check_table(pages)
     batch, num_kv_heads = pages.shape[0], k_pool.shape[1]
-    check_shape("q", q, (batch, None, k_pool.shape[3]), "[B, Hq, D]")
-    check_dtype("q", q, FLOAT_DTYPES)
-    check_heads(q.shape[1], num_kv_heads)
+    check_queries(q, batch, num_kv_heads, k_pool.shape[3])
     check_shape("selected", selected, (batch, num_kv_heads, None), "[B, Hkv, W]")
     check_dtype("selected", selected, ("int32",))
     check_shape("counts", counts, (batch, num_kv_heads), "[B, Hkv]")

@@ -5,7 +5,14 @@ from functools import partial
 
 import jax
 
-from pallas_kernels._checks import FLOAT_DTYPES, check_choice, check_dtype, check_row_ints, check_shape
+from pallas_kernels._checks import (
+    FLOAT_DTYPES,
+    check_choice,
+    check_dtype,
+    check_row_ints,
+    check_shape,
+    check_table,
+)
 from pallas_kernels._dispatch import dispatch
 from pallas_kernels.write_pages import triton, xla
 
@@ -61,8 +68,7 @@ def write_pages(
     num_pages, num_kv_heads, page_size, head_dim = k_pool.shape
     check_shape("v_pool", v_pool, k_pool.shape, "[num_pages, Hkv, P, D]")
     check_dtype("v_pool", v_pool, (k_pool.dtype.name,))
-    check_shape("pages", pages, (None, None), "[B, M]")
-    check_dtype("pages", pages, ("int32",))
+    check_table(pages)
     for name, array in (("k", k), ("v", v)):
         check_shape(name, array, (pages.shape[0], None, num_kv_heads, head_dim), "[B, T, Hkv, D]")
         check_dtype(name, array, (k_pool.dtype.name,))
