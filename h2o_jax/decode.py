@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from h2o_jax._checks import check_new, check_policy, check_pool, resolve_scale
 from h2o_jax.policy import Policy, Window
 from h2o_jax.state import LayerCache, PageTable
 from pallas_kernels import paged_attention, top_k_pages
@@ -65,8 +66,9 @@ def decode_attention(
         ValueError: a wrong shape, dtype or head count (at trace time); the message names the argument.
         NotImplementedError: the named implementation can't.
     """
-    _check_kv(cache, table, k=(k, 3), v=(v, 3))
-    _check_q(cache, table, q)
+    check_new(cache, table, "[B, Hkv, D]", k=k, v=v)
+    _check_q(cache, table, q, implementation)
+    scale = resolve_scale(scale, q.shape[-1])
     active = _active_rows(table, active)
     cache = write_tokens(
         cache,
@@ -112,10 +114,11 @@ def write_tokens(
         ValueError: a wrong shape or dtype (at trace time); the message names the argument.
         NotImplementedError: the named implementation can't.
     """
-    _check_kv(cache, table, k=(k, 4), v=(v, 4))
+    check_pool(cache, table, implementation)
+    check_new(cache, table, "[B, T, Hkv, D]", k=k, v=v)
     check_shape("v", v, k.shape, "[B, T, Hkv, D]")
     check_row_ints(table.pages.shape[0], num_tokens=num_tokens)
-    _check_cache(cache, policy)
+    check_policy(cache, policy)
     new_k, new_v, summaries, scores = write_pages_op(
         cache.k,
         cache.v,
@@ -165,8 +168,8 @@ def select_pages(
         ValueError: a wrong shape, dtype or head count (at trace time); the message names the argument.
         NotImplementedError: the named implementation can't.
     """
-    _check_q(cache, table, q)
-    _check_cache(cache, policy)
+    _check_q(cache, table, q, implementation)
+    check_policy(cache, policy)
     batch, num_logical = table.pages.shape
     num_kv_heads = cache.k.shape[1]
     budget = policy.budget(num_logical)
@@ -229,7 +232,10 @@ def attend(
         ValueError: a wrong shape, dtype or head count (at trace time); the message names the argument.
         NotImplementedError: the named implementation can't.
     """
-    _check_q(cache, table, q)
+    _check_q(cache, table, q, implementation)
+    rows = (table.pages.shape[0], cache.k.shape[1])
+    check_shape("selection.pages", selection.pages, (*rows, None), "[B, Hkv, W]")
+    check_shape("selection.counts", selection.counts, rows, "[B, Hkv]")
     counts = jnp.where(_active_rows(table, active)[:, None], selection.counts, 0)
     out, _ = paged_attention(
         q,
@@ -239,10 +245,15 @@ def attend(
         table.seq_lens,
         selection.pages,
         counts,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=resolve_scale(scale, q.shape[-1]),
         implementation=implementation,
     )
     return out
+
+
+def _check_q(cache: LayerCache, table: PageTable, q: jax.Array, implementation: str | None) -> None:
+    check_pool(cache, table, implementation)
+    check_queries(q, table.pages.shape[0], cache.k.shape[1], cache.k.shape[3])
 
 
 def _active_rows(table: PageTable, active: jax.Array | None) -> jax.Array:
@@ -259,23 +270,3 @@ def _mask_scores(scores: jax.Array, window: Window, shape: tuple[int, int, int])
     logical = jnp.arange(shape[2], dtype=jnp.int32)
     inside = (logical >= window.start[:, None]) & (logical < window.stop[:, None])
     return jnp.where(inside[:, None], scores.astype(jnp.float32), -jnp.inf)
-
-
-def _check_q(cache: LayerCache, table: PageTable, q: jax.Array) -> None:
-    check_queries(q, table.pages.shape[0], cache.k.shape[1], cache.k.shape[3])
-
-
-def _check_kv(cache: LayerCache, table: PageTable, **arrays: tuple[jax.Array, int]) -> None:
-    _, num_kv_heads, _, head_dim = cache.k.shape
-    for name, (array, ndim) in arrays.items():
-        tokens, letters = ((), "[B, Hkv, D]") if ndim == 3 else ((None,), "[B, T, Hkv, D]")
-        check_shape(name, array, (table.pages.shape[0], *tokens, num_kv_heads, head_dim), letters)
-        check_dtype(name, array, (cache.k.dtype.name,))
-
-
-def _check_cache(cache: LayerCache, policy: Policy) -> None:
-    if cache.summary_kinds != policy.summary_kinds:
-        raise ValueError(
-            f"cache: expected the summaries of {type(policy).__name__}, {policy.summary_kinds}, "
-            f"got {cache.summary_kinds}: was the state made with another policy?"
-        )

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -60,6 +60,8 @@ class Policy:
         _check_int("top_k", self.top_k, self.least_top_k)
         _check_int("reserved_bos", self.reserved_bos, 0)
         _check_int("reserved_eos", self.reserved_eos, 1)
+        if not isinstance(self.dense_layers, Iterable) or isinstance(self.dense_layers, str):
+            raise ValueError(f"dense_layers: expected a sequence of layers, got {self.dense_layers!r}")
         layers = tuple(self.dense_layers)
         for layer in layers:
             _check_int("dense_layers", layer, 0)

@@ -7,6 +7,7 @@ KV heads, D head_dim.
 import jax
 import jax.numpy as jnp
 
+from h2o_jax._checks import check_new, resolve_scale
 from h2o_jax.decode import write_tokens
 from h2o_jax.policy import Policy
 from h2o_jax.state import LayerCache, PageTable
@@ -49,6 +50,8 @@ def prefill_attention(
         NotImplementedError: the named implementation can't.
     """
     num_kv_heads, head_dim = cache.k.shape[1], cache.k.shape[3]
+    check_new(cache, table, "[B, T, Hkv, D]", k=k, v=v)
+    scale = resolve_scale(scale, head_dim)
     check_shape("q", q, (table.pages.shape[0], jnp.shape(k)[1], None, head_dim), "[B, T, Hq, D]")
     check_dtype("q", q, FLOAT_DTYPES)
     check_heads(q.shape[2], num_kv_heads)
@@ -64,7 +67,6 @@ def prefill_attention(
     query_position = (table.seq_lens - num_tokens)[:, None] + token  # [B, T]
     real = token < num_tokens[:, None]
     mask = (position <= query_position[..., None]) & cached[:, None]
-    scale = head_dim**-0.5 if scale is None else scale
     precision = "highest" if dtype == jnp.float32 else None  # float32 is not to run as TF32
     with jax.default_matmul_precision(precision):
         out = jax.nn.dot_product_attention(q.astype(dtype), keys, values, mask=mask[:, None], scale=scale)

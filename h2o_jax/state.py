@@ -144,7 +144,7 @@ def check_state(state: PagedState, config: CacheConfig) -> None:
     if not 0 <= num_free <= no_page:
         raise ValueError(f"table.num_free: expected 0 to {no_page}, got {num_free}")
 
-    owner = np.full(no_page, -1, np.int64)  # the row that owns a page
+    owner = np.full(no_page, -1, np.int64)  # place in `pages`, row-major, that owns a page
     for row in range(config.max_requests):
         length = int(seq_lens[row])
         if not 0 <= length <= config.max_tokens:
@@ -158,9 +158,9 @@ def check_state(state: PagedState, config: CacheConfig) -> None:
             elif not 0 <= page < no_page:
                 raise ValueError(f"{where}: expected a page in [0, {no_page}), got {page}")
             elif owner[page] >= 0:
-                raise ValueError(f"{where}: page {page} is already owned by row {owner[page]}")
+                raise ValueError(f"{where}: page {page} is already owned by {_place(owner[page], pages)}")
             else:
-                owner[page] = row
+                owner[page] = row * pages.shape[1] + entry
 
     stack = free[:num_free]
     bad = np.flatnonzero((stack < 0) | (stack >= no_page))
@@ -172,11 +172,18 @@ def check_state(state: PagedState, config: CacheConfig) -> None:
     count = np.bincount(stack, minlength=no_page)
     for problem, message in (
         (count > 1, "is in the free stack more than once"),
-        ((count > 0) & (owner >= 0), "is free and owned by a row"),
+        ((count > 0) & (owner >= 0), "is free and owned by"),
         ((count == 0) & (owner < 0), "is leaked: neither free nor owned"),
     ):
         if problem.any():
-            raise ValueError(f"table.free_pages: page {int(np.flatnonzero(problem)[0])} {message}")
+            page = int(np.flatnonzero(problem)[0])
+            by = f" {_place(owner[page], pages)}" if message.endswith("by") else ""
+            raise ValueError(f"table.free_pages: page {page} {message}{by}")
+
+
+def _place(index: int, pages: np.ndarray) -> str:
+    row, entry = divmod(int(index), pages.shape[1])
+    return f"row {row}, entry {entry}"
 
 
 def _check_arrays(state: PagedState, config: CacheConfig) -> None:
@@ -190,7 +197,12 @@ def _check_arrays(state: PagedState, config: CacheConfig) -> None:
     ]
     for i, layer in enumerate(state.layers):
         expected += [(f"layers[{i}].{name}", getattr(layer, name), config.pool_shape, config.dtype) for name in "kv"]
-        expected += [(f"layers[{i}].aux[{name!r}]", x, (n, *x.shape[1:]), x.dtype) for name, x in layer.aux.items()]
+        known = {
+            "summaries": (n, config.num_kv_heads, len(layer.summary_kinds), config.head_dim),
+            "hh_score": config.pool_shape[:3],
+        }
+        for name, x in layer.aux.items():
+            expected.append((f"layers[{i}].aux[{name!r}]", x, known.get(name, (n, *x.shape[1:])), x.dtype))
     for name, array, shape, dtype in expected:
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(

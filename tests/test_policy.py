@@ -146,7 +146,6 @@ def test_scale_that_is_no_number():
         make(TOKEN[0], scale="0.1")
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="tuple() runs before the value is checked")
 @pytest.mark.parametrize("bad", [0, None, 1.5])
 def test_dense_layers_that_are_no_sequence(bad):
     with pytest.raises(ValueError, match="^dense_layers: expected"):

@@ -1,0 +1,63 @@
+"""Static checks of the arguments that the functions of a decode step share."""
+
+import functools
+
+import jax
+
+from h2o_jax.config import CacheConfig
+from h2o_jax.policy import Policy, is_number
+from h2o_jax.state import LayerCache, PageTable
+from pallas_kernels._checks import check_dtype, check_shape
+from pallas_kernels._dispatch import candidates
+
+
+def check_pool(cache: LayerCache, table: PageTable, implementation: str | None) -> None:
+    """Raises unless the table is one of the cache's pool and the implementation is known."""
+    candidates(implementation)
+    for name, expected, got in (
+        ("page_size", cache.k.shape[2], table.page_size),
+        ("num_pages", cache.k.shape[0], table.num_pages),
+    ):
+        if expected != got:
+            raise ValueError(f"table: expected {name} = {expected} as in cache, got {got}")
+
+
+def check_new(cache: LayerCache, table: PageTable, letters: str, **arrays: jax.Array) -> None:
+    """Raises unless `k` and `v` have the pool's dtype and shape [B, Hkv, D] or [B, T, Hkv, D], as `letters`."""
+    batch, (_, num_kv_heads, _, head_dim) = table.pages.shape[0], cache.k.shape
+    tokens = (None,) if "T" in letters else ()
+    for name, array in arrays.items():
+        check_shape(name, array, (batch, *tokens, num_kv_heads, head_dim), letters)
+        check_dtype(name, array, (cache.k.dtype.name,))
+
+
+def check_policy(cache: LayerCache, policy: Policy) -> None:
+    """Raises unless the cache holds the arrays that the policy declares."""
+    name = type(policy).__name__
+    if cache.summary_kinds != policy.summary_kinds:
+        raise ValueError(
+            f"cache: expected the summaries of {name}, {policy.summary_kinds}, "
+            f"got {cache.summary_kinds}: was the state made with another policy?"
+        )
+    for key, expected in _declared_aux(policy, *cache.k.shape, cache.k.dtype).items():
+        got = cache.aux.get(key)
+        if got is None or (got.shape, got.dtype) != (expected.shape, expected.dtype):
+            found = "none" if got is None else f"{got.dtype.name}{list(got.shape)}"
+            raise ValueError(
+                f"cache: expected aux[{key!r}] of {name}, {expected.dtype.name}{list(expected.shape)}, got {found}"
+            )
+
+
+@functools.cache
+def _declared_aux(policy, num_pages, num_kv_heads, page_size, head_dim, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    config = CacheConfig(1, num_kv_heads, head_dim, page_size, num_pages, 1, 1, dtype)
+    return jax.eval_shape(lambda: policy.init_aux(config))
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The factor on the logits: `scale`, or `head_dim ** -0.5` where that is None."""
+    if scale is None:
+        return head_dim**-0.5
+    if not is_number(scale):
+        raise ValueError(f"scale: expected None or a finite number, got {scale!r}")
+    return float(scale)
