@@ -77,7 +77,7 @@ class Tiles:
 # stages of keys and values fit the shared memory of every GPU since Ampere; a split has 256 tokens.
 _TILES = {
     128: Tiles(tokens=128, split_tiles=2, max_splits=128, num_warps=4, num_stages=3),
-    256: Tiles(tokens=64, split_tiles=4, max_splits=128, num_warps=4, num_stages=3),
+    256: Tiles(tokens=64, split_tiles=4, max_splits=128, num_warps=4, num_stages=2),
     512: Tiles(tokens=32, split_tiles=8, max_splits=128, num_warps=4, num_stages=3),
     1024: Tiles(tokens=16, split_tiles=16, max_splits=128, num_warps=4, num_stages=3),
 }
