@@ -15,6 +15,7 @@ import pytest
 import h2o_jax
 from h2o_jax import reference
 from pallas_kernels import paged_attention
+from tests import plain, tolerance
 from tests.test_cases_shapes import FEW, POLICIES, SCORING, check_attention
 
 TOKEN_POLICIES = [name for name in SCORING if "token" in name]
@@ -336,7 +337,15 @@ def test_padded_scale(name, implementation):
     state, out, chosen = decode(state, *new, policy=policy, implementation=implementation)
     pages = [chosen.pages[0, 0, : chosen.counts[0, 0]]]
     keys, values, q = (x.astype(np.float64) for x in (keys, values, q))
-    check_attention(out[0], q, keys, values, pages=pages, scale=80**-0.5)
+    read = [x[np.asarray(pages[0])] for x in (keys, values)]
+    exact, _ = reference.attend(q[0], *(list(x[:, 0]) for x in read), 80**-0.5)
+    arrays = [jnp.asarray(x, jnp.float32)[None] for x in (q, *read)]
+    by_plain = plain.attention(*arrays, np.ones((1, 1, len(read[0])), bool), 80**-0.5)[0, 0]
+    logits = np.float32(80**-0.5) * tolerance.products_in_sequence(arrays[0][:, None], arrays[1])
+    weights = np.exp(logits - logits.max())
+    by_column = np.swapaxes(arrays[2], 1, 3)  # [1, D, Hkv, n]: a sum over tokens
+    in_sequence = tolerance.products_in_sequence(weights / weights.sum(), by_column)[0, 0, 0]
+    tolerance.assert_as_good_as_plains(out[0, 0], exact, [by_plain, in_sequence], "float32", name="out")
     if name in TOKEN_POLICIES:
         exact = reference.softmax([80**-0.5 * float(q[0] @ key[0]) for key in keys[1:8]])
         np.testing.assert_allclose(chosen.scores[0, 0, 1:8], exact, rtol=1e-5)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decayed_softmax_scores
+from pallas_kernels._paging import group_queries, physical_pages, window_mask
 from pallas_kernels.decayed_softmax_scores import triton
 from pallas_kernels.decayed_softmax_scores.cases import CASES, LARGE_CASES, Case, make
 from tests.kernel_runs import GPU_MARKS, jit
 from tests.lowering import KERNEL_TARGET, lower_for_cuda
-from tests.tolerance import assert_as_good_as_plain
+from tests.tolerance import assert_as_good_as_plains, products_in_dtype, products_in_sequence
 
 GPU = "pallas"
 MAX_BYTES = 1 << 29  # of keys in the parity tests: float64 is slow
@@ -58,15 +59,34 @@ def exact_scores(arrays, case, *, group=None, decays=1, scale=None, whole_row=Fa
     return scores
 
 
+def plain_scores(arrays, case, products):
+    """The definition in float32, its products formed by `products`: [B, Hkv, M], 0 where there is no page."""
+    pool, old = np.asarray(arrays["k_pool"]), np.asarray(arrays["scores"])
+    inside = window_mask(arrays["start"], arrays["stop"], case.row_pages)
+    logical = jnp.arange(case.row_pages)[None]
+    page = np.asarray(physical_pages(arrays["pages"], logical, inside, len(pool)))
+    pool, old = (np.concatenate([x, np.zeros_like(x[:1])])[page][:, :, :, 0] for x in (pool, old))
+    q = np.asarray(group_queries(arrays["q"], case.num_kv_heads, case.group))
+    valid = (page < len(arrays["k_pool"]))[:, None, None]
+    logits = np.where(valid, np.float32(case.options["scale"]) * products(q, pool), np.float32(-np.inf))
+    peak = np.maximum(logits.max(axis=-1, keepdims=True), np.finfo(np.float32).min)
+    weights = np.exp(logits - peak)
+    total = weights.sum(axis=-1, keepdims=True)
+    chance = (weights / np.where(total == 0, np.float32(1), total)).max(axis=2)
+    new = chance + np.float32(case.decay) * old.swapaxes(1, 2).astype(np.float32)
+    return new.astype(arrays["scores"].dtype).astype(np.float32)
+
+
 def check(got, arrays, case):
     """Page scores against float64."""
-    exact, plain = exact_scores(arrays, case), accumulate(arrays, case, "xla")[1]
+    exact = exact_scores(arrays, case)
     absent = np.isnan(exact)
     assert (np.isneginf(got) == absent).all()
     keep = ~absent
-    assert_as_good_as_plain(
-        got[keep], exact[keep], plain[keep], case.score_dtype, name=case.id, relative=True
-    )
+    plains = [accumulate(arrays, case, "xla")[1]]
+    plains += [plain_scores(arrays, case, products) for products in (products_in_dtype, products_in_sequence)]
+    plains = [x[keep] for x in plains]
+    assert_as_good_as_plains(got[keep], exact[keep], plains, case.score_dtype, name=case.id, relative=True)
 
 
 @pytest.mark.parametrize(("implementation", "case"), RUNS)

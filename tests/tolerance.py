@@ -1,5 +1,6 @@
 """How close is close enough: bounds that are computed from the case, never picked."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,6 +41,67 @@ def assert_as_good_as_plain(got, exact, plain, dtype, *, name, relative=False):
         f"{name}: off by {error[worst]:.3g} ulp at {tuple(map(int, worst))}, allowed {allowed:.3g}: "
         f"got {got[worst]}, exact {exact[worst]}"
     )
+
+
+def assert_as_good_as_plains(got, exact, plains, dtype, *, name, relative=False):
+    """`assert_as_good_as_plain` with the worst of several plain versions, all of which are equally right.
+
+    One version is no yardstick for products, since float32 leaves the order of a sum open and the error of a
+    sum depends on it. The definition takes 16-bit values to float32 first and adds fused products in a good
+    order. Tensor cores, which any product formed in the arrays' own dtype runs on, add 16 exact products at a
+    time and cut the sum towards zero; and a dot of float32 on a GPU adds term after term along D. Compare
+    therefore with the definition, with `products_in_dtype` and with `products_in_sequence`.
+
+    Args:
+        got, exact, dtype, name, relative: as of `assert_as_good_as_plain`.
+        plains: results of the plain versions.
+    """
+    exact = np.asarray(exact, np.float64)
+    if exact.size:
+        unit = ulp(exact if relative else np.abs(exact).max(), dtype)
+        plains = [max(plains, key=lambda x: (np.abs(np.asarray(x, np.float64) - exact) / unit).max())]
+    assert_as_good_as_plain(got, exact, plains[0], dtype, name=name, relative=relative)
+
+
+def products_in_sequence(q, vectors):
+    """float32 products that round after each term along D.
+
+    Args:
+        q: [B, Hkv, G, D].
+        vectors: [B, M, Hkv, D].
+
+    Returns:
+        [B, Hkv, G, M] float32, a NumPy array.
+    """
+    q, vectors = np.asarray(q, np.float32), np.asarray(vectors, np.float32)
+    total = np.zeros((*q.shape[:3], vectors.shape[1]), np.float32)
+    for i, terms in enumerate(np.ascontiguousarray(vectors.transpose(3, 0, 2, 1))):
+        total += q[..., i, None] * terms[:, :, None]
+    return total
+
+
+def products_in_dtype(q, vectors):
+    """Products formed by `jax.numpy` in the dtype of `vectors` and added in float32.
+
+    Queries that a 16-bit dtype does not hold are a sum of three terms that it does, with one product each:
+    rounding them to it is an error that no kernel may make. Arguments and result as `products_in_sequence`.
+    """
+    q, dtype = np.asarray(q, np.float32), jnp.dtype(vectors.dtype)
+    scale = np.float32(1)
+    if dtype == jnp.float16:  # it lacks the range for the last terms of small queries
+        scale = np.float32(2.0 ** (14 - np.floor(np.log2(max(np.abs(q).max(), 1)))))
+    rest, terms = q * scale, []
+    while np.any(rest) and len(terms) < 3:
+        terms.append(rest.astype(dtype))
+        rest = rest - terms[-1].astype(np.float32)
+    products = [np.asarray(_product(term, vectors)) for term in terms[::-1]]
+    return sum(products, np.zeros((), np.float32)) / scale
+
+
+@jax.jit
+def _product(q, vectors):
+    precision = jax.lax.Precision.HIGHEST if vectors.dtype == jnp.float32 else None
+    return jnp.einsum("bhgd,bmhd->bhgm", q, vectors, precision=precision, preferred_element_type=jnp.float32)
 
 
 def assert_rounding_of(got, exact, float32_error, dtype, *, name):
