@@ -71,12 +71,13 @@ class QueryTerms:
         dtype = jnp.dtype(dtype)
         self._unscale = None
         if exact or dtype == jnp.float32:
-            self._pieces = [[piece.astype(dtype)] for piece in pieces]
+            self._pieces = _negate_all_but_first([[piece.astype(dtype)] for piece in pieces])
             return
         if dtype == jnp.float16:
             scale, self._unscale = _power_of_two_scale(pieces)
             pieces = [piece * scale for piece in pieces]
-        self._pieces = [[p] if p.shape[1] < MIN_DOT else _split(p, dtype) for p in pieces]
+        terms = [[p] if p.shape[1] < MIN_DOT else _split(p, dtype) for p in pieces]
+        self._pieces = _negate_all_but_first(terms)
 
     def dot(self, tiles: list[jax.Array]) -> jax.Array:
         """Products with vectors given as [T, piece] along D: [R, T] float32."""
@@ -84,7 +85,9 @@ class QueryTerms:
         for terms, tile in zip(self._pieces, tiles, strict=True):
             for term in terms:
                 product = _dot(term, tile)
-                total = product if total is None else total + product
+                # A difference, for Triton makes of a sum with a product one product that starts at the other
+                # summand: tensor cores cut what they add, and would cut small terms to the size of large ones.
+                total = product if total is None else total - product
         return total if self._unscale is None else total * self._unscale
 
 
@@ -100,6 +103,10 @@ def _dot(queries, vectors):
         precision=Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+
+
+def _negate_all_but_first(terms):
+    return [[x if i == j == 0 else -x for j, x in enumerate(piece)] for i, piece in enumerate(terms)]
 
 
 def _split(x, dtype):
