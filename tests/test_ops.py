@@ -170,6 +170,9 @@ TOP_K = [
     ([np.nan, -np.inf, np.nan, -1e38], 2, [1, 3]),
     ([np.nan, np.nan, -np.inf, np.nan], 2, [0, 2]),
     ([np.nan] * 4, 3, [0, 1, 2]),
+    ([-np.inf, -np.nan, np.nan, -np.inf], 3, [0, 1, 3]),
+    ([0.0, 1e-45, 1e-39, -1e-40], 1, [2]),  # subnormal numbers are in order too
+    ([-1e-39, -1e-45, 0.0, 1e-45], 2, [2, 3]),
     ([-np.inf] * 4, 3, [0, 1, 2]),
     ([np.inf, 3e38, np.inf, np.inf], 2, [0, 2]),
     ([-1.0, -2.0, -3.0, -4.0], 1, [0]),
