@@ -1,6 +1,7 @@
 """The fixed sizes of a paged cache."""
 
 import dataclasses
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,8 +42,11 @@ class CacheConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "dtype" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if field.name == "dtype":
+                continue
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"CacheConfig.{field.name}: expected a positive integer, got {value!r}")
+            object.__setattr__(self, field.name, int(value))
         for name, value in (
             ("num_pages", self.num_pages),
             ("pages_per_request * page_size", self.max_tokens),

@@ -57,14 +57,11 @@ class Policy:
     least_top_k: ClassVar[int] = 1
 
     def __post_init__(self):
-        _check_int("top_k", self.top_k, self.least_top_k)
-        _check_int("reserved_bos", self.reserved_bos, 0)
-        _check_int("reserved_eos", self.reserved_eos, 1)
+        for name, least in (("top_k", self.least_top_k), ("reserved_bos", 0), ("reserved_eos", 1)):
+            object.__setattr__(self, name, _int_option(name, getattr(self, name), least))
         if not isinstance(self.dense_layers, Iterable) or isinstance(self.dense_layers, str):
             raise ValueError(f"dense_layers: expected a sequence of layers, got {self.dense_layers!r}")
-        layers = tuple(self.dense_layers)
-        for layer in layers:
-            _check_int("dense_layers", layer, 0)
+        layers = tuple(_int_option("dense_layers", layer, 0) for layer in self.dense_layers)
         object.__setattr__(self, "dense_layers", layers)
 
     def budget(self, pages_per_request: int) -> int:
@@ -79,7 +76,8 @@ class Policy:
         """The arrays this policy keeps for one layer, each with `num_pages` as its first axis.
 
         "summaries" is declared here for `summary_kinds`. A policy that accumulates scores declares
-        "hh_score" [num_pages, Hkv, P]; `write_tokens` resets it for each written token.
+        "hh_score" [num_pages, Hkv, P]; `write_tokens` resets it for each written token. Shapes may depend
+        on the sizes of the pool alone, not on the number of layers, rows or pages of a row.
 
         Raises:
             ValueError: the policy can't run with this page size.
@@ -139,9 +137,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _int_option(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+    return int(value)
 
 
 _REGISTRY: dict[str, type[Policy]] = {}

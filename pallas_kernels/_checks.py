@@ -37,7 +37,7 @@ def check_queries(q, batch: int, num_kv_heads: int, head_dim: int):
 
 def check_heads(num_q_heads: int, num_kv_heads: int):
     """Raises unless the query heads divide evenly over the KV heads."""
-    if num_q_heads % num_kv_heads:
+    if num_q_heads < 1 or num_q_heads % num_kv_heads:
         raise ValueError(
             f"q: expected a multiple of num_kv_heads = {num_kv_heads} query heads, got {num_q_heads}"
         )

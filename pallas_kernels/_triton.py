@@ -41,7 +41,7 @@ def pallas_call(
         name: shown in profiles.
     """
     _silence_deprecation()
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         grid=tuple(grid),
         out_shape=out_shape,
@@ -50,6 +50,13 @@ def pallas_call(
         interpret=interpret,
         name=name,
     )
+
+    def in_32_bits(*args):
+        # With 64-bit types on, sums and Python numbers inside a kernel would be 64 bits wide.
+        with jax.enable_x64(False):
+            return call(*args)
+
+    return in_32_bits
 
 
 def _silence_deprecation():

@@ -334,3 +334,10 @@ def test_whole_numbers_are_scores(implementation):
 def test_scores_of_a_wrong_shape(shape):
     with pytest.raises(ValueError, match=r"score\(\) of the policy: expected shape \[B, Hkv, M\] = \[1, 2, 12\]"):
         jax.eval_shape(functools.partial(select_by, implementation=None), jnp.zeros(shape))
+
+
+def test_numpy_integers_are_integers():
+    policy = make("h2o_sparse_attention", top_k=np.int64(2), dense_layers=np.arange(2))
+    assert policy == make("h2o_sparse_attention", top_k=2, dense_layers=(0, 1))
+    sizes = [np.int32(size) for size in (1, 1, 8, 2, 16, 1, 16)]
+    assert h2o_jax.CacheConfig(*sizes) == h2o_jax.CacheConfig(1, 1, 8, 2, 16, 1, 16)
