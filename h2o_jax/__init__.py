@@ -5,6 +5,8 @@ pages a new token reads. `h2o_jax.nnx` has Flax modules, `h2o_jax.models` loads 
 `h2o_jax.reference` is the NumPy float64 oracle.
 """
 
+import importlib
+
 from h2o_jax import policies as _policies  # registers the built-in policies
 from h2o_jax.config import CacheConfig
 from h2o_jax.decode import Selection, attend, decode_attention, select_pages, write_tokens
@@ -12,8 +14,6 @@ from h2o_jax.policy import Policy, Window, get_policy, list_policies, register_p
 from h2o_jax.pool import extend, release
 from h2o_jax.prefill import prefill_attention
 from h2o_jax.state import LayerCache, PagedState, PageTable, check_state, init_state, page_summaries
-
-del _policies
 
 __all__ = [
     "CacheConfig",
@@ -27,6 +27,7 @@ __all__ = [
     "check_state",
     "decode_attention",
     "extend",
+    "generate",
     "get_policy",
     "init_state",
     "list_policies",
@@ -37,3 +38,9 @@ __all__ = [
     "select_pages",
     "write_tokens",
 ]
+
+
+def __getattr__(name: str):
+    if name == "generate":  # on first use, since it needs flax
+        return importlib.import_module("h2o_jax.generate")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,8 @@ Letters: B request rows, T tokens of a chunk, V vocabulary, P page size.
 
 import dataclasses
 import functools
+import sys
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -412,3 +414,12 @@ def _check_room(lengths: np.ndarray, max_new_tokens: int, context: int, config: 
 
 def _next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 1).bit_length()  # at least 2: a chunk of one token would be a decode step
+
+
+class _CallableModule(types.ModuleType):
+    """`h2o_jax.generate` is this file and, as a public name of the package, the function in it."""
+
+    __call__ = staticmethod(generate)
+
+
+sys.modules[__name__].__class__ = _CallableModule

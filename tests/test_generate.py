@@ -64,6 +64,12 @@ def test_ragged_batch_equals_each_prompt_alone(model):
         assert run(model, [prompt], SPARSE) == [tokens]
 
 
+def test_generate_is_a_name_of_the_package(model):
+    assert "generate" in h2o_jax.__all__
+    with pytest.raises(ValueError, match="prompts: expected at least one"):
+        h2o_jax.generate(model, [], policy=DENSE, max_new_tokens=1)
+
+
 def test_sizes_fitted_to_the_prompts_give_the_same_tokens(model):
     assert generate(model, PROMPTS, policy=SPARSE, max_new_tokens=12, page_size=4) == run(model, PROMPTS, SPARSE)
 
