@@ -237,13 +237,14 @@ def attend(
     check_shape("selection.pages", selection.pages, (*rows, None), "[B, Hkv, W]")
     check_shape("selection.counts", selection.counts, rows, "[B, Hkv]")
     counts = jnp.where(_active_rows(table, active)[:, None], selection.counts, 0)
+    pages = selection.pages[..., : table.pages.shape[1]]  # a budget past the row's M pages is all filler
     out, _ = paged_attention(
         q,
         cache.k,
         cache.v,
         table.pages,
         table.seq_lens,
-        selection.pages,
+        pages,
         counts,
         scale=resolve_scale(scale, q.shape[-1]),
         implementation=implementation,

@@ -108,12 +108,7 @@ class GenerationLoop:
         config: CacheConfig | None = None,
         implementation: str | None = None,
     ):
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
-        if not temperature >= 0:
-            raise ValueError(f"temperature: expected a number >= 0, got {temperature!r}")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
+        check_options(max_new_tokens, temperature, top_p)
         if config is not None and page_size is not None:
             raise ValueError("page_size: expected None beside config, which has its own")
         prompts = _check_prompts(prompts, model.config.vocab_size)
@@ -369,6 +364,16 @@ def decode_loop(params, state, progress, limit, stop_tokens, sampling, *, graphd
         )
 
     return jax.lax.while_loop(unfinished, step, (state, progress))
+
+
+def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raises ValueError unless these options of `generate` are in range."""
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
+    if not temperature >= 0:
+        raise ValueError(f"temperature: expected a number >= 0, got {temperature!r}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np.ndarray]:

@@ -1,7 +1,13 @@
 """`h2o-jax generate` on a tiny model: text, report, comparison, and every refusal."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 
+import jax
 import pytest
 
 from h2o_jax.cli import generate as command
@@ -71,6 +77,11 @@ def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, c
         (["--prompt-file", "missing.txt"], "missing.txt"),
         (["--model", "missing.gguf"], "missing.gguf"),
         (["--implementation", "pallas_interpret", "--top-p", "2"], "top_p"),
+        pytest.param(
+            ["--implementation", "pallas"],
+            "--implementation pallas: expected a CUDA GPU, got the backend cpu",
+            marks=pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks"),
+        ),
     ],
 )
 def test_bad_input(directory, args, message, capsys):
@@ -92,6 +103,38 @@ def test_unreadable_options_end_with_usage(capsys):
         main(["generate", "--dense-layers", "first"])
     assert exit_info.value.code == 2
     assert "expected layers such as 0,1" in capsys.readouterr().err
+
+
+def test_one_new_token_is_printed(directory, capsys):
+    args = ["generate", "--model", str(directory), "--raw", "--prompt", PROMPT, "--policy", "dense_attention"]
+    texts = []
+    for count in ("1", "3"):
+        assert main([*args, "--max-new-tokens", count]) == 0
+        texts.append(capsys.readouterr().out.split("\nprefill")[0].rstrip("\n"))
+    assert texts[0] and texts[1].startswith(texts[0])
+
+
+def test_interrupt_ends_the_process_at_once():
+    code = "import time; from h2o_jax import cli; cli.main = lambda: time.sleep(60); print('ready', flush=True); cli.script()"
+    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and err == "\nh2o-jax: interrupted\n"
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch, capfd):
+    def leave(args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command, "run", leave)
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    assert main(["generate", "--prompt", "x"]) == 0
+    assert "error" not in capfd.readouterr().err
 
 
 def test_interrupt(directory, monkeypatch, capsys):

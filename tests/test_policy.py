@@ -341,3 +341,21 @@ def test_numpy_integers_are_integers():
     assert policy == make("h2o_sparse_attention", top_k=2, dense_layers=(0, 1))
     sizes = [np.int32(size) for size in (1, 1, 8, 2, 16, 1, 16)]
     assert h2o_jax.CacheConfig(*sizes) == h2o_jax.CacheConfig(1, 1, 8, 2, 16, 1, 16)
+
+
+def test_a_budget_beyond_the_row_is_not_attended_to(monkeypatch):
+    """Filler past the row's M pages would cost, though it changes nothing."""
+    from h2o_jax import decode as module
+
+    widths = []
+    attention = module.paged_attention
+    monkeypatch.setattr(
+        module, "paged_attention", lambda *args, **kw: widths.append(args[5].shape[2]) or attention(*args, **kw)
+    )
+    policy = make("h2o_sparse_attention", top_k=10_000)
+    state = h2o_jax.init_state(h2o_jax.CacheConfig(1, 1, 8, 2, 16, 1, 16, jnp.float32), policy)
+    table, _ = h2o_jax.extend(state.table, jnp.ones(1, jnp.int32))
+    x = jnp.ones((1, 1, 8))
+    _, out = h2o_jax.decode_attention(state.layers[0], table, x, x, x, policy=policy)
+    assert widths == [16]
+    np.testing.assert_array_equal(out, x)

@@ -1,11 +1,29 @@
 """The command line: `h2o-jax COMMAND`. Each command is a module with `add_parser(subparsers)` and `run(args)`."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+
+
+def script() -> None:
+    """The command as a process: `main`, and an interrupt ends it at once.
+
+    An interrupt raised as an exception is lost where it meets a callback of XLA's, and may crash while
+    XLA's threads are torn down.
+    """
+    signal.signal(signal.SIGINT, _interrupted)
+    sys.exit(main())
+
+
+def _interrupted(*_) -> None:
+    show_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar hides it
+    os.write(2, show_cursor + b"\nh2o-jax: interrupted\n")  # a print might be what was interrupted
+    os._exit(INTERRUPTED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:

@@ -13,8 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from h2o_jax.cli.info import require_implementation
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
-from h2o_jax.generate import GenerationLoop
+from h2o_jax.generate import GenerationLoop, check_options
 from h2o_jax.models import StreamDecoder, load
 from h2o_jax.policy import get_policy
 from h2o_jax.teacher_forcing import agreement, teacher_forced_logits
@@ -64,6 +65,8 @@ class Run:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax generate --help`."""
     policy, page_size = policy_from_options(args)
+    check_options(args.max_new_tokens, args.temperature, args.top_p)
+    require_implementation(args.implementation)
     text = _prompt_text(args)
     console = Console(stderr=True)
     with console.status("loading the model"):
@@ -135,10 +138,12 @@ def _generate(console, model, prompt, policy, options, decoder) -> Run:
             bar.update(task, completed=done)
     prefilled = time.perf_counter()
     with contextlib.nullcontext() if decoder else console.status("decoding with dense attention"):
-        while not loop.finished:
+        while True:  # the first token is there after the prefill, and may be the only one
             tokens = loop.decode(TOKENS_A_PRINT if decoder else None)[0]
             if decoder:
                 print("".join(decoder.push(token) for token in tokens), end="", flush=True)
+            if loop.finished:
+                break
     if decoder:
         print(decoder.flush())
     decoded = time.perf_counter()

@@ -85,8 +85,19 @@ def chosen_implementation(op: str) -> str:
     elif chosen == names[0]:
         reasons.append(f"first choice on a {jax.default_backend()}, and it takes a typical case")
     others = [name for name in IMPLEMENTATIONS if name != chosen and lacks[name] is None]
+    if untried and "pallas" in others:
+        others.remove("pallas")  # it traces here, but compiles for a GPU alone
     also = f"; by name also {', '.join(others)}" if others else ""
     return f"{chosen or 'none'}: {'; '.join(reasons)}{also}"
+
+
+def require_implementation(name: str | None) -> None:
+    """Raises ValueError where `--implementation NAME` can't run on this machine."""
+    if name == "pallas" and name not in candidates(None):
+        raise ValueError(
+            f"--implementation pallas: expected a CUDA GPU, got the backend {jax.default_backend()}; "
+            "pallas_interpret runs the same kernels here, slowly"
+        )
 
 
 def _why_not(op: str, implementation: str) -> str | None:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from h2o_jax import verification
-from h2o_jax.cli.info import devices, implementations, section, versions
+from h2o_jax.cli.info import devices, implementations, require_implementation, section, versions
 from h2o_jax.verification import DEFAULT_SEED
 from pallas_kernels._dispatch import IMPLEMENTATIONS
 
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax verify --help`."""
     if args.seed < 0:
         raise ValueError(f"--seed: expected a number >= 0, got {args.seed}")
+    require_implementation(args.implementation)
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_WITHOUT_TERMINAL
