@@ -15,6 +15,7 @@ from h2o_jax.state import LayerCache, PageTable
 from pallas_kernels import paged_attention, top_k_pages
 from pallas_kernels import write_pages as write_pages_op
 from pallas_kernels._checks import check_dtype, check_queries, check_row_ints, check_shape
+from pallas_kernels._paging import window_mask
 
 
 @jax.tree_util.register_dataclass
@@ -268,6 +269,5 @@ def _active_rows(table: PageTable, active: jax.Array | None) -> jax.Array:
 
 def _mask_scores(scores: jax.Array, window: Window, shape: tuple[int, int, int]) -> jax.Array:
     check_shape("score() of the policy", scores, shape, "[B, Hkv, M]")
-    logical = jnp.arange(shape[2], dtype=jnp.int32)
-    inside = (logical >= window.start[:, None]) & (logical < window.stop[:, None])
+    inside = window_mask(window.start, window.stop, shape[2])
     return jnp.where(inside[:, None], scores.astype(jnp.float32), -jnp.inf)

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.lax import Precision
 
-from pallas_kernels._triton import load_rows, next_power_of_two, power_of_two_pieces
-
-MIN_DOT = 16  # a tensor-core dot takes no fewer rows or terms
+from pallas_kernels._triton import MIN_DOT, load_rows, next_power_of_two, power_of_two_pieces
 
 # Terms whose sum is a float32, each exact in the dtype: 24 bits in steps of 8 or 11.
 _TERMS = {"bfloat16": (3, 16), "float16": (3, 13)}  # dtype: (terms, low bits of a float32 that a term drops)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+MIN_DOT = 16  # a tensor-core dot takes no fewer rows, columns or terms
+
 
 def pallas_call(
     kernel: Callable,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-NO_PAGE_ENTRIES = (-5, -1, 10**6, 2**31 - 1)  # besides num_pages
+from pallas_kernels._cases import window_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +85,8 @@ def make(case: Case, *, seed: int = 0, poison: float = np.nan) -> dict[str, jax.
     rng = np.random.default_rng(seed)
     shapes = case.shapes
     num_pages = shapes["k_pool"].shape[0]
-    ids = rng.permutation(num_pages)
-    pages = rng.choice([num_pages, *NO_PAGE_ENTRIES], shapes["pages"].shape)
-    scored = np.zeros((num_pages, 1, 1), bool)
-    for row, (start, stop) in enumerate(case.windows):
-        pages[row, :stop], ids = ids[:stop], ids[stop:]
-        if case.holes:
-            pages[row, start:stop:3] = rng.choice([num_pages, *NO_PAGE_ENTRIES], len(range(start, stop, 3)))
-        inside = pages[row, start:stop]
-        scored[inside[(inside >= 0) & (inside < num_pages)]] = True
+    pages, scored = window_pages(rng, case.windows, case.holes, shapes["pages"].shape, num_pages)
+    scored = scored[:, None, None]
     keys = rng.standard_normal(shapes["k_pool"].shape, np.float32)
     arrays = {
         "q": 2 * rng.standard_normal(shapes["q"].shape, np.float32),

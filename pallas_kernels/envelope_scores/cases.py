@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._cases import window_pages
+
 ALL = ("mean", "max", "min")
-NO_PAGE_ENTRIES = (-5, -1, 10**6, 2**31 - 1)  # besides num_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +88,7 @@ def make(case: Case, *, seed: int = 0, poison: float = np.nan) -> dict[str, jax.
     rng = np.random.default_rng(seed)
     shapes = case.shapes
     num_pages, heads, _, size = shapes["summaries"].shape
-    ids = rng.permutation(num_pages)
-    pages = rng.choice([num_pages, *NO_PAGE_ENTRIES], shapes["pages"].shape)
-    scored = np.zeros(num_pages, bool)
-    for row, (start, stop) in enumerate(case.windows):
-        pages[row, :stop], ids = ids[:stop], ids[stop:]
-        if case.holes:
-            pages[row, start:stop:3] = rng.choice([num_pages, *NO_PAGE_ENTRIES], len(range(start, stop, 3)))
-        inside = pages[row, start:stop]
-        scored[inside[(inside >= 0) & (inside < num_pages)]] = True
+    pages, scored = window_pages(rng, case.windows, case.holes, shapes["pages"].shape, num_pages)
     keys = np.sort(rng.standard_normal((3, num_pages, heads, size), np.float32), axis=0)
     by_kind = dict(zip(("min", "mean", "max"), keys))
     summaries = np.stack([by_kind[kind] for kind in case.kinds], axis=2)

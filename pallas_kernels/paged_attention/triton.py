@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _triton
+from pallas_kernels._triton import MIN_DOT
 
-MIN_DOT = 16  # a tensor-core dot takes no fewer rows, columns or terms
 MERGED = 32  # splits that the merge reads at once; fixed, for the order of additions depends on it
 MERGE_WARPS = 4
 
