@@ -3,26 +3,30 @@
 Letters: B rows, T new tokens per row, Hq/Hkv query and KV heads, D head_dim.
 """
 
-import jax
+import functools
+
 import jax.numpy as jnp
 from flax import nnx
 
-from h2o_jax.decode import decode_attention
-from h2o_jax.prefill import prefill_attention
+from h2o_jax._attention import (
+    attend_new,
+    carried_parameters,
+    check_call,
+    check_convertible,
+    matmul_precision,
+    merge_heads,
+    resolve_norm,
+    resolve_sizes,
+    split_heads,
+)
 from h2o_jax.rope import RotaryEmbedding
-
-
-def matmul_precision(dtype) -> jax.lax.Precision | None:
-    """HIGHEST where operands may be float32 (which a GPU would otherwise round to TF32), else None."""
-    if dtype is None or jnp.dtype(dtype).itemsize >= 4:
-        return jax.lax.Precision.HIGHEST
-    return None
 
 
 class H2OAttention(nnx.Module):
     """Grouped-query attention that reads the pages its policy chooses.
 
     The module holds parameters only; keys and values live in the cache that each call takes and returns.
+    Axis names are given to parameters through their initializers, `nnx.with_partitioning(init, names)`.
 
     Args:
         in_features: size of the input's last axis.
@@ -33,15 +37,19 @@ class H2OAttention(nnx.Module):
         policy: the policy of calls that name none. Static: it must be hashable.
         rope: rotary embedding of queries and keys; None for none.
         use_qkv_bias, use_out_bias: whether the projections add a bias.
-        qk_norm: whether each head's queries and keys pass an RMS norm of D weights before the rotation.
-        norm_epsilon: added to the mean square in that norm.
+        qk_norm: norm of each head's queries and keys, of D weights, before the rotation: "rms" (or True),
+            "layer" (without bias), or False.
+        norm_epsilon: added to the mean square or variance in that norm.
         scale: factor of the logits; default `head_dim ** -0.5`.
         dtype: dtype of the computation; default: that of the input and parameters.
         param_dtype: dtype of new parameters.
+        kernel_init: initializer of the kernels, [in_features, H * D] and [Hq * D, out_features].
+        bias_init: initializer of the biases.
+        out_kernel_init, out_bias_init: those of the output projection; default as the others.
         rngs: source of the initial parameters.
 
     Raises:
-        ValueError: head counts or sizes that do not fit each other.
+        ValueError: head counts or sizes that do not fit each other, or another `qk_norm`.
     """
 
     def __init__(
@@ -56,30 +64,19 @@ class H2OAttention(nnx.Module):
         rope: RotaryEmbedding | None = None,
         use_qkv_bias: bool = False,
         use_out_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
         norm_epsilon: float = 1e-6,
         scale: float | None = None,
         dtype=None,
         param_dtype=jnp.float32,
+        kernel_init=nnx.initializers.lecun_normal(),
+        bias_init=nnx.initializers.zeros_init(),
+        out_kernel_init=None,
+        out_bias_init=None,
         rngs: nnx.Rngs,
     ):
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        num_kv_heads, head_dim = resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, rope)
         out_features = in_features if out_features is None else out_features
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                "num_kv_heads: expected a divisor of num_heads; got "
-                f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}"
-            )
-        if head_dim is None:
-            if in_features % num_heads:
-                raise ValueError(
-                    "head_dim: expected in_features to be a multiple of num_heads where no head_dim is "
-                    f"given; got in_features = {in_features}, num_heads = {num_heads}"
-                )
-            head_dim = in_features // num_heads
-        if rope is not None and rope.head_dim != head_dim:
-            raise ValueError(f"rope: expected head_dim = {head_dim}; got head_dim = {rope.head_dim}")
-
         self.in_features = in_features
         self.out_features = out_features
         self.num_heads = num_heads
@@ -89,30 +86,73 @@ class H2OAttention(nnx.Module):
         self.rope = rope
         self.scale = scale
 
-        def linear(features_in, features_out, use_bias):
-            return nnx.Linear(
-                features_in,
-                features_out,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                precision=matmul_precision(dtype),
-                rngs=rngs,
-            )
+        dtypes = dict(dtype=dtype, param_dtype=param_dtype)
+        linear = functools.partial(nnx.Linear, precision=matmul_precision(dtype), rngs=rngs, **dtypes)
+        qkv = dict(use_bias=use_qkv_bias, kernel_init=kernel_init, bias_init=bias_init)
+        self.q_proj = linear(in_features, num_heads * head_dim, **qkv)
+        self.k_proj = linear(in_features, num_kv_heads * head_dim, **qkv)
+        self.v_proj = linear(in_features, num_kv_heads * head_dim, **qkv)
+        self.o_proj = linear(
+            num_heads * head_dim,
+            out_features,
+            use_bias=use_out_bias,
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+        )
+        self.qk_norm = resolve_norm(qk_norm)
+        if self.qk_norm:
+            norm = nnx.RMSNorm if self.qk_norm == "rms" else functools.partial(nnx.LayerNorm, use_bias=False)
+            keywords = dict(epsilon=norm_epsilon, promote_dtype=_unpromoted, rngs=rngs, **dtypes)
+            self.q_norm = norm(head_dim, **keywords)
+            self.k_norm = norm(head_dim, **keywords)
 
-        def norm():
-            return nnx.RMSNorm(
-                head_dim, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-            )
+    @classmethod
+    def from_attention(cls, attention: nnx.MultiHeadAttention, *, policy=None) -> "H2OAttention":
+        """The same attention over a paged cache: that of `attention` in its decode mode.
 
-        self.q_proj = linear(in_features, num_heads * head_dim, use_qkv_bias)
-        self.k_proj = linear(in_features, num_kv_heads * head_dim, use_qkv_bias)
-        self.v_proj = linear(in_features, num_kv_heads * head_dim, use_qkv_bias)
-        self.o_proj = linear(num_heads * head_dim, out_features, use_out_bias)
-        self.qk_norm = qk_norm
-        if qk_norm:
-            self.q_norm = norm()
-            self.k_norm = norm()
+        The arrays are those of `attention`, reshaped, and so are other metadata of its parameters; of the
+        axis names of heads and head_dim, which become one axis, that of heads remains. What `attention` has
+        cached is not taken over. Nothing is dropped out. Products of float32 keep float32 precision.
+
+        Args:
+            attention: with any number of KV heads, biases or not, `normalize_qk` or not, and the default
+                attention function.
+            policy: the policy of calls that name none. Static: it must be hashable.
+
+        Raises:
+            ValueError: not a MultiHeadAttention, or something in it that can't be carried over; the message
+                names it.
+        """
+        check_convertible(attention, nnx.MultiHeadAttention)
+        if attention.in_kv_features != attention.in_features:
+            raise ValueError(
+                f"attention: expected in_kv_features = in_features = {attention.in_features}, as keys are of the "
+                f"same input; got {attention.in_kv_features}"
+            )
+        for part in ("query", "key", "value", "out"):
+            kind = type(getattr(attention, part))
+            if kind is not nnx.LinearGeneral:
+                raise ValueError(f"attention.{part}: expected a LinearGeneral; got {kind.__name__}")
+        module = nnx.eval_shape(
+            lambda: cls(
+                attention.in_features,
+                attention.num_heads,
+                attention.num_kv_heads,
+                attention.head_dim,
+                attention.out_features,
+                policy=policy,
+                use_qkv_bias=attention.use_bias,
+                use_out_bias=attention.use_bias,
+                qk_norm="layer" if attention.normalize_qk else False,
+                dtype=attention.dtype,
+                param_dtype=attention.param_dtype,
+                rngs=nnx.Rngs(0),
+            )
+        )
+        for theirs, ours, name, axis in carried_parameters(attention.use_bias, attention.normalize_qk):
+            variable = getattr(getattr(attention, theirs), name)
+            setattr(getattr(module, ours), name, _merged(variable, axis))
+        return module
 
     def __call__(self, cache, table, x, num_tokens, *, policy=None, implementation=None):
         """Writes the new tokens' keys and values to the cache and attends.
@@ -136,55 +176,43 @@ class H2OAttention(nnx.Module):
             ValueError: no policy, or a shape that does not fit the module or the cache.
         """
         policy = self.policy if policy is None else policy
-        if policy is None:
-            raise ValueError("policy: expected one from the constructor or the call; got None in both")
-        if x.ndim != 3 or x.shape[-1] != self.in_features:
-            raise ValueError(f"x: expected [B, T, {self.in_features}]; got shape {x.shape}")
-        rows, length, _ = x.shape
-        if num_tokens.shape != (rows,) or table.seq_lens.shape != (rows,):
-            raise ValueError(
-                f"num_tokens, table: expected {rows} rows as in x; got num_tokens {num_tokens.shape}, "
-                f"seq_lens {table.seq_lens.shape}"
-            )
-        if (cache.k.shape[1], cache.k.shape[3]) != (self.num_kv_heads, self.head_dim):
-            raise ValueError(
-                f"cache: expected {self.num_kv_heads} KV heads of head_dim {self.head_dim}; "
-                f"got a pool of shape {cache.k.shape}"
-            )
-
-        q = self.q_proj(x).reshape(rows, length, self.num_heads, self.head_dim)
-        k = self.k_proj(x).reshape(rows, length, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(rows, length, self.num_kv_heads, self.head_dim)
+        check_call(
+            cache,
+            table,
+            x,
+            num_tokens,
+            policy,
+            in_features=self.in_features,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        q, k, v = (split_heads(proj(x), self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            start = table.seq_lens - num_tokens
-            positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)
-            q, k = self.rope(q, positions), self.rope(k, positions)
-        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+        cache, out = attend_new(
+            cache,
+            table,
+            q,
+            k,
+            v,
+            num_tokens,
+            policy=policy,
+            rope=self.rope,
+            scale=self.scale,
+            implementation=implementation,
+        )
+        return cache, self.o_proj(out)
 
-        if length == 1:
-            cache, out = decode_attention(
-                cache,
-                table,
-                q[:, 0],
-                k[:, 0],
-                v[:, 0],
-                policy=policy,
-                scale=self.scale,
-                active=num_tokens > 0,
-                implementation=implementation,
-            )
-        else:
-            cache, out = prefill_attention(
-                cache,
-                table,
-                q,
-                k,
-                v,
-                num_tokens,
-                policy=policy,
-                scale=self.scale,
-                implementation=implementation,
-            )
-        return cache, self.o_proj(out.reshape(rows, length, self.num_heads * self.head_dim))
+
+def _unpromoted(arrays, *, dtype):
+    """A `promote_dtype` that leaves a norm's float32 weights float32 in a 16-bit computation, as Linen does."""
+    return arrays
+
+
+def _merged(variable: nnx.Variable, axis: int | None) -> nnx.Variable:
+    """A parameter with its heads and head_dim merged, its metadata kept."""
+    if axis is None:
+        return variable.replace(variable[...])
+    names = variable.get_metadata("out_sharding", None)
+    value, merged_names = merge_heads(variable[...], axis, names or ())
+    return variable.replace(value, **({"out_sharding": merged_names} if names else {}))

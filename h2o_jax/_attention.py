@@ -1,0 +1,159 @@
+"""What the NNX and the Linen attention module share: all but their parameters.
+
+Letters: B rows, T new tokens per row, Hq/Hkv query and KV heads, D head_dim.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+
+from h2o_jax.decode import decode_attention
+from h2o_jax.prefill import prefill_attention
+
+# Arguments of Flax's attention modules (NNX's, Linen's or both) that replace a part of its arithmetic.
+_CUSTOM_MATH = (
+    "attention_fn",
+    "qkv_promote_dtype",
+    "out_promote_dtype",
+    "ln_promote_dtype",
+    "qkv_dot_general",
+    "out_dot_general",
+    "qkv_dot_general_cls",
+    "out_dot_general_cls",
+    "qk_attn_weights_einsum_cls",
+    "attn_weights_value_einsum_cls",
+)
+
+def matmul_precision(dtype) -> jax.lax.Precision | None:
+    """HIGHEST where operands may be float32 (which a GPU would otherwise round to TF32), else None."""
+    if dtype is None or jnp.dtype(dtype).itemsize >= 4:
+        return jax.lax.Precision.HIGHEST
+    return None
+
+
+def resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, rope) -> tuple[int, int]:
+    """`num_kv_heads` and `head_dim` with their defaults; raises unless the sizes fit each other."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            "num_kv_heads: expected a divisor of num_heads; got "
+            f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}"
+        )
+    if head_dim is None:
+        if in_features % num_heads:
+            raise ValueError(
+                "head_dim: expected in_features to be a multiple of num_heads where no head_dim is "
+                f"given; got in_features = {in_features}, num_heads = {num_heads}"
+            )
+        head_dim = in_features // num_heads
+    if rope is not None and rope.head_dim != head_dim:
+        raise ValueError(f"rope: expected head_dim = {head_dim}; got head_dim = {rope.head_dim}")
+    return num_kv_heads, head_dim
+
+
+def resolve_norm(qk_norm) -> str | None:
+    """The kind of norm that `qk_norm` names: "rms", "layer" or None."""
+    if qk_norm is None or isinstance(qk_norm, bool):
+        return "rms" if qk_norm else None
+    if qk_norm not in ("rms", "layer"):
+        raise ValueError(f'qk_norm: expected "rms", "layer" or a bool; got {qk_norm!r}')
+    return qk_norm
+
+
+def check_call(cache, table, x, num_tokens, policy, *, in_features, num_kv_heads, head_dim):
+    """Raises unless the arguments of a call fit each other and the module."""
+    if policy is None:
+        raise ValueError("policy: expected one from the constructor or the call; got None in both")
+    if x.ndim != 3 or x.shape[-1] != in_features:
+        raise ValueError(f"x: expected [B, T, {in_features}]; got shape {x.shape}")
+    rows = x.shape[0]
+    if jnp.shape(num_tokens) != (rows,) or table.seq_lens.shape != (rows,):
+        raise ValueError(
+            f"num_tokens, table: expected {rows} rows as in x; got num_tokens {jnp.shape(num_tokens)}, "
+            f"seq_lens {table.seq_lens.shape}"
+        )
+    if (cache.k.shape[1], cache.k.shape[3]) != (num_kv_heads, head_dim):
+        raise ValueError(
+            f"cache: expected {num_kv_heads} KV heads of head_dim {head_dim}; "
+            f"got a pool of shape {cache.k.shape}"
+        )
+
+
+def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
+    """[B, T, H * D] to [B, T, H, D]."""
+    return x.reshape(*x.shape[:-1], -1, head_dim)
+
+
+def attend_new(cache, table, q, k, v, num_tokens, *, policy, rope, scale, implementation):
+    """Rotates queries and keys, writes the new tokens and attends: decode where T == 1, else prefill.
+
+    Args:
+        cache, table, num_tokens, policy, implementation: as of a module's call.
+        q: [B, T, Hq, D].
+        k, v: [B, T, Hkv, D], any floating dtype.
+        rope: RotaryEmbedding, or None for none.
+        scale: factor of the logits; None is `D ** -0.5`.
+
+    Returns:
+        The cache after the step, and the output, [B, T, Hq * D] in q's dtype.
+    """
+    rows, length, num_heads, head_dim = q.shape
+    if rope is not None:
+        positions = (table.seq_lens - num_tokens)[:, None] + jnp.arange(length, dtype=jnp.int32)
+        q, k = rope(q, positions), rope(k, positions)
+    k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+    how = dict(policy=policy, scale=scale, implementation=implementation)
+    if length == 1:
+        cache, out = decode_attention(
+            cache, table, q[:, 0], k[:, 0], v[:, 0], active=num_tokens > 0, **how
+        )
+    else:
+        cache, out = prefill_attention(cache, table, q, k, v, num_tokens, **how)
+    return cache, out.reshape(rows, length, num_heads * head_dim)
+
+
+def check_convertible(attention, flax_class: type) -> None:
+    """Raises unless an attention module of Flax's computes plain attention."""
+    if not isinstance(attention, flax_class):
+        raise ValueError(f"attention: expected a {flax_class.__name__}; got {type(attention).__name__}")
+    arguments = inspect.signature(flax_class).parameters
+    for name in _CUSTOM_MATH:
+        if name in arguments and getattr(attention, name) != arguments[name].default:
+            raise ValueError(
+                f"attention: {name} can't be carried over: expected the default; got {getattr(attention, name)!r}"
+            )
+    if attention.dropout_rate > 0 and attention.deterministic is False:
+        raise ValueError(
+            "attention: dropout can't be carried over: expected dropout_rate = 0 or deterministic not "
+            f"False; got dropout_rate = {attention.dropout_rate}, deterministic = False"
+        )
+
+
+def carried_parameters(use_bias: bool, normalize_qk: bool):
+    """What becomes of the parameters of an attention module of Flax's.
+
+    Yields:
+        (theirs, ours, name, axis): submodule there, submodule here, name of the parameter in both, and the
+        axis of its heads, which head_dim follows; None where it has none.
+    """
+    for theirs, ours in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
+        yield theirs, ours, "kernel", 1  # [in, H, D]
+        if use_bias:
+            yield theirs, ours, "bias", 0  # [H, D]
+    yield "out", "o_proj", "kernel", 0  # [H, D, out]
+    if use_bias:
+        yield "out", "o_proj", "bias", None
+    if normalize_qk:
+        yield "query_ln", "q_norm", "scale", None
+        yield "key_ln", "k_norm", "scale", None
+
+
+def merge_heads(x: jax.Array, axis: int, names=()):
+    """Makes one of axes `axis` (heads) and `axis + 1` (head_dim) of `x`, and of their names.
+
+    The merged axis is heads first, so that it keeps the name of the heads.
+    """
+    shape = x.shape
+    merged = x.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+    return merged, (*names[: axis + 1], *names[axis + 2 :])

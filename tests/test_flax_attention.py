@@ -1,0 +1,129 @@
+"""The NNX and the Linen module: the same arithmetic, that of NumPy float64, in a jitted decode loop."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import h2o_jax.linen
+import h2o_jax.nnx
+from tests.flax_attention import LONGEST, PROMPTS, Case, Loop, Oracle, assert_close, fresh_state, inputs
+
+CASES = {
+    "G1-bias-dense": Case(group=1, bias=True),
+    "G2-rope-h2o-pages": Case(group=2, rope=True, policy="h2o_sparse_attention", top_k=2, page_size=4),
+    "G3-layernorm-h2o-tokens": Case(
+        group=3, qk_norm="layer", policy="h2o_token_sparse_attention", top_k=5, page_size=1
+    ),
+    "G4-all-gqa-h2o-tokens": Case(
+        group=4, bias=True, qk_norm="rms", rope=True, policy="gqa_h2o_token_sparse_attention", top_k=5, page_size=1
+    ),
+}
+
+
+def nnx_module(case):
+    return h2o_jax.nnx.H2OAttention(case.in_features, **case.options, rngs=nnx.Rngs(0))
+
+
+def nnx_loop(case):
+    """The loop of an NNX module, and its parameters in its own form."""
+    graph, state = nnx.split(nnx_module(case))
+    nnx.replace_by_pure_dict(state, case.parameters())
+    return Loop(lambda parameters, *arguments: nnx.merge(graph, parameters)(*arguments)), state
+
+
+def linen_loop(case):
+    module = h2o_jax.linen.H2OAttention(**case.options)
+    return Loop(lambda parameters, *arguments: module.apply({"params": parameters}, *arguments)), case.parameters()
+
+
+@functools.cache
+def outcome(name, dtype=None):
+    """Outputs and number of traces of the NNX module."""
+    case = dataclasses.replace(CASES[name], dtype=dtype)
+    loop, parameters = nnx_loop(case)
+    return loop.run(parameters, case), loop.traces
+
+
+def valid(first, outs):
+    """What an active row put out: the prompts' and the steps'."""
+    *_, active = inputs(CASES["G1-bias-dense"].in_features)
+    return first[np.arange(LONGEST) < PROMPTS[:, None]], outs[active]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(name):
+    got, traces = outcome(name)
+    expected = Oracle(CASES[name], CASES[name].parameters()).run()
+    for x, y, part in zip(valid(*got), valid(*expected), ("prefill", "decode")):
+        assert x.dtype == np.float32
+        assert_close(x, y, part)
+    assert traces == 2, "prefill and decode are traced once each"
+
+
+@pytest.mark.parametrize("mutant", ["bias", "qk_norm", "norm kind", "position", "group", "policy"])
+def test_rejects_mutants(mutant):
+    """The same comparison with a module known to be wrong."""
+    name = "G3-layernorm-h2o-tokens" if mutant == "norm kind" else "G4-all-gqa-h2o-tokens"
+    case, parameters = CASES[name], CASES[name].parameters()
+    if mutant == "bias":
+        parameters["k_proj"]["bias"] *= 0
+    elif mutant == "qk_norm":
+        parameters["q_norm"], parameters["k_norm"] = parameters["k_norm"], parameters["q_norm"]
+        parameters["q_norm"]["scale"] = parameters["q_norm"]["scale"][::-1]
+    elif mutant == "norm kind":
+        case = dataclasses.replace(case, qk_norm="rms")
+    elif mutant == "group":
+        kernel = parameters["q_proj"]["kernel"].reshape(-1, case.num_kv_heads, case.group, case.head_dim)
+        parameters["q_proj"]["kernel"] = kernel.swapaxes(1, 2).reshape(case.in_features, -1)
+    elif mutant == "policy":
+        case = dataclasses.replace(case, policy="h2o_token_sparse_attention")
+    wrong = Oracle(case, parameters, shift=int(mutant == "position")).run()
+    with pytest.raises(AssertionError, match="decode"):
+        assert_close(valid(*outcome(name)[0])[1], valid(*wrong)[1], "decode")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_linen_equals_nnx_to_the_bit(name):
+    loop, parameters = linen_loop(CASES[name])
+    for x, y in zip(valid(*loop.run(parameters, CASES[name])), valid(*outcome(name)[0])):
+        np.testing.assert_array_equal(x, y)
+    assert loop.traces == 2
+
+
+def test_bfloat16_computation_of_float32_parameters():
+    name = "G4-all-gqa-h2o-tokens"
+    case = dataclasses.replace(CASES[name], dtype="bfloat16")
+    got, _ = outcome(name, "bfloat16")
+    loop, parameters = linen_loop(case)
+    assert {x.dtype for x in jax.tree.leaves(parameters)} == {jnp.dtype(jnp.float32)}
+    for x, y, exact in zip(valid(*loop.run(parameters, case)), valid(*got), valid(*outcome(name)[0])):
+        assert x.dtype == y.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(x, y)
+        # Selection may differ from that of float32, so the steps are compared as a whole.
+        error = np.sqrt(np.square(np.asarray(x, np.float32) - exact).mean() / np.square(exact).mean())
+        assert 1e-4 < error < 0.1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_have_the_same_names_shapes_and_dtypes(name):
+    case = CASES[name]
+    module = nnx.eval_shape(lambda: nnx_module(case))
+    abstract = nnx.to_pure_dict(nnx.state(module))
+    expected = jax.eval_shape(case.parameters)
+    assert abstract == expected
+    linen = h2o_jax.linen.H2OAttention(**case.options)
+    variables = jax.eval_shape(linen.init, jax.random.key(0), *arguments(case))
+    assert variables == {"params": expected}
+    assert all(isinstance(x, nnx.Param) for _, x in nnx.to_flat_state(nnx.state(module)))
+
+
+def arguments(case, length=1):
+    state = fresh_state(case.get_policy(), case.num_kv_heads, case.head_dim, case.page_size)
+    x = jnp.ones((len(PROMPTS), length, case.in_features))
+    return state.layers[0], state.table, x, jnp.zeros(len(PROMPTS), jnp.int32)
