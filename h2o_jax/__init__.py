@@ -22,6 +22,7 @@ __all__ = [
     "PagedState",
     "Policy",
     "Selection",
+    "Server",
     "Window",
     "attend",
     "check_state",
@@ -43,4 +44,6 @@ __all__ = [
 def __getattr__(name: str):
     if name == "generate":  # on first use, since it needs flax
         return importlib.import_module("h2o_jax.generate")
+    if name == "Server":  # likewise
+        return importlib.import_module("h2o_jax.serving").Server
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -278,12 +278,8 @@ def prefill_chunk(params, state, last_hidden, tokens, num_tokens, *, graphdef, p
     Returns:
         The state, and `last_hidden` after the chunk.
     """
-    table, _ = extend(state.table, num_tokens)
     model = nnx.merge(graphdef, params)
-    state, hidden = model.hidden(
-        PagedState(table, state.layers), tokens, num_tokens, policy=policy, implementation=implementation
-    )
-    last = jnp.take_along_axis(hidden, jnp.maximum(num_tokens - 1, 0)[:, None, None], axis=1)[:, 0]
+    state, last = advance(model, state, tokens, num_tokens, policy=policy, implementation=implementation)
     return state, jnp.where(num_tokens[:, None] > 0, last, last_hidden)
 
 
@@ -344,15 +340,9 @@ def decode_loop(params, state, progress, limit, stop_tokens, sampling, *, graphd
     def step(carry):
         state, progress = carry
         num_tokens = (~progress.done).astype(jnp.int32)
-        table, _ = extend(state.table, num_tokens)
-        state, logits = model(
-            PagedState(table, state.layers),
-            progress.newest[:, None],
-            num_tokens,
-            policy=policy,
-            implementation=implementation,
-        )
-        newest = sampling.next_token(logits[:, 0], progress.count)
+        tokens = progress.newest[:, None]
+        state, last = advance(model, state, tokens, num_tokens, policy=policy, implementation=implementation)
+        newest = sampling.next_token(model.logits(last), progress.count)
         column = jnp.where(progress.done, PAD, newest)
         return state, Progress(
             tokens=jax.lax.dynamic_update_slice(
@@ -366,28 +356,69 @@ def decode_loop(params, state, progress, limit, stop_tokens, sampling, *, graphd
     return jax.lax.while_loop(unfinished, step, (state, progress))
 
 
+def advance(model, state, tokens, num_tokens, *, policy, implementation):
+    """Caches the next tokens of each row.
+
+    Args:
+        model: a model of `h2o_jax.models`.
+        state: paged state, with room for the tokens.
+        tokens: [B, T] int32, right-padded.
+        num_tokens: [B] int32.
+        policy, implementation: as in `generate`.
+
+    Returns:
+        The state, and the hidden of each row's last token, [B, features]; not defined where a row has none.
+    """
+    table, _ = extend(state.table, num_tokens)
+    state, hidden = model.hidden(
+        PagedState(table, state.layers), tokens, num_tokens, policy=policy, implementation=implementation
+    )
+    last = jnp.maximum(num_tokens - 1, 0)[:, None, None]
+    return state, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+
+
 def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:
     """Raises ValueError unless these options of `generate` are in range."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
+    check_max_new_tokens(max_new_tokens)
     if not temperature >= 0:
         raise ValueError(f"temperature: expected a number >= 0, got {temperature!r}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
 
 
+def check_max_new_tokens(max_new_tokens: int) -> None:
+    """Raises ValueError unless it is a positive integer."""
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
+
+
+def check_prompt(name: str, prompt: Sequence[int], vocab_size: int) -> np.ndarray:
+    """The prompt as int32; ValueError that says `name` unless it is at least one token of the vocabulary."""
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or not ids.size:
+        raise ValueError(f"{name}: expected at least one token id, got {prompt!r:.80}")
+    if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"{name}: expected token ids in [0, {vocab_size}), got {prompt!r:.80}")
+    return ids.astype(np.int32)
+
+
+def check_room(name: str, length: int, max_new_tokens: int, context: int, config: CacheConfig) -> int:
+    """The pages a prompt may come to need; ValueError that says `name` if context or row is too short."""
+    need = f"{name}: {length} tokens and {max_new_tokens} new ones"
+    if length + max_new_tokens > context:
+        raise ValueError(f"{need} exceed the model's context of {context} tokens")
+    pages = _pages_needed(length, max_new_tokens, config.page_size)
+    if pages > config.pages_per_request:
+        raise ValueError(
+            f"{need} need {pages} pages; a row has pages_per_request = {config.pages_per_request}"
+        )
+    return pages
+
+
 def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np.ndarray]:
     if not len(prompts):
         raise ValueError("prompts: expected at least one prompt, got none")
-    checked = []
-    for i, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or not ids.size:
-            raise ValueError(f"prompts[{i}]: expected at least one token id, got {prompt!r:.80}")
-        if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
-            raise ValueError(f"prompts[{i}]: expected token ids in [0, {vocab_size}), got {prompt!r:.80}")
-        checked.append(ids.astype(np.int32))
-    return checked
+    return [check_prompt(f"prompts[{i}]", prompt, vocab_size) for i, prompt in enumerate(prompts)]
 
 
 def _fit_config(model, lengths, policy, max_new_tokens, page_size) -> CacheConfig:
@@ -395,26 +426,25 @@ def _fit_config(model, lengths, policy, max_new_tokens, page_size) -> CacheConfi
         page_size = policy.page_size or DEFAULT_PAGE_SIZE
     if not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"page_size: expected a positive integer, got {page_size!r}")
-    pages = _pages_needed(lengths, max_new_tokens, page_size)
+    pages = _pages_needed(lengths.astype(np.int64), max_new_tokens, page_size)
     return model.cache_config(len(lengths), int(pages.max()), page_size, num_pages=int(pages.sum()))
 
 
-def _pages_needed(lengths: np.ndarray, max_new_tokens: int, page_size: int) -> np.ndarray:
-    return -(-(lengths.astype(np.int64) + max_new_tokens - 1) // page_size)  # the last new token is not cached
+def _pages_needed(lengths, max_new_tokens: int, page_size: int):
+    return -(-(lengths + max_new_tokens - 1) // page_size)  # the last new token is not cached
 
 
 def _check_room(lengths: np.ndarray, max_new_tokens: int, context: int, config: CacheConfig) -> None:
     if len(lengths) > config.max_requests:
         raise ValueError(f"prompts: expected at most max_requests = {config.max_requests}, got {len(lengths)}")
-    pages = _pages_needed(lengths, max_new_tokens, config.page_size)
-    for i, length in enumerate(lengths):
-        need = f"prompts[{i}]: {length} tokens and {max_new_tokens} new ones"
-        if length + max_new_tokens > context:
-            raise ValueError(f"{need} exceed the model's context of {context} tokens")
-        if pages[i] > config.pages_per_request:
-            raise ValueError(f"{need} need {pages[i]} pages; a row has pages_per_request = {config.pages_per_request}")
-    if pages.sum() > config.num_pages:
-        raise ValueError(f"prompts: {pages.sum()} pages needed in all; the pool has num_pages = {config.num_pages}")
+    pages = [
+        check_room(f"prompts[{i}]", int(length), max_new_tokens, context, config)
+        for i, length in enumerate(lengths)
+    ]
+    if sum(pages) > config.num_pages:
+        raise ValueError(
+            f"prompts: {sum(pages)} pages needed in all; the pool has num_pages = {config.num_pages}"
+        )
 
 
 def _next_power_of_two(n: int) -> int:

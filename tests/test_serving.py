@@ -1,0 +1,190 @@
+"""The server: requests of mixed length through few rows and a small pool, each as if it were alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import h2o_jax
+from h2o_jax import generate as generate_module
+from h2o_jax.serving import Server, forward
+from tests.test_loops import POLICIES, VOCAB, cache_config, compilations, tiny_model
+
+ROWS, NUM_REQUESTS, MAX_PROMPT, MAX_NEW = 8, 50, 60, 40
+CHUNK = 16
+POOL_TOKENS = 400  # four of the longest requests
+
+
+def requests():
+    """[(prompt, max_new_tokens)], both of mixed length."""
+    rng = np.random.default_rng(0)
+    prompt_lengths = rng.permutation(np.linspace(1, MAX_PROMPT, NUM_REQUESTS).astype(int))
+    new = rng.permutation(np.linspace(1, MAX_NEW, NUM_REQUESTS).astype(int))
+    return [(rng.integers(0, VOCAB, n).tolist(), int(m)) for n, m in zip(prompt_lengths, new)]
+
+
+def poison(state):
+    """The state with NaN in every page: what a row reads, it must have written."""
+    return h2o_jax.PagedState(state.table, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.layers))
+
+
+def new_server(model, policy):
+    num_pages = POOL_TOKENS // (policy.page_size or 4)
+    config = cache_config(model, policy, ROWS, max_tokens=100, num_pages=num_pages)
+    return Server(model, policy=policy, config=config, prefill_chunk=CHUNK)
+
+
+def drain(server):
+    """{request: tokens} of all that is left to do, every step's state checked."""
+    out = {}
+    while server.num_running:
+        for request, token, _ in server.step():
+            out.setdefault(request, []).append(token)
+        h2o_jax.check_state(server._state, server.config)
+    assert server.num_waiting == 0
+    return out
+
+
+class Case:
+    """A policy and the solo run of each request."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.model = tiny_model()
+        self.requests = requests()
+        config = cache_config(self.model, policy, 1, max_tokens=100)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generate_module, "PREFILL_CHUNK", 2)  # one size, so one compilation
+            options = dict(policy=policy, max_new_tokens=MAX_NEW, config=config)
+            self.alone = [
+                h2o_jax.generate(self.model, [prompt], **options)[0] for prompt, _ in self.requests
+            ]
+
+    def expected(self, i):
+        """Greedy: a request of fewer tokens gets the first of them."""
+        return self.alone[i][: self.requests[i][1]]
+
+
+new_case = functools.cache(lambda name: Case(POLICIES[name]))
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def case(request):
+    return new_case(request.param)
+
+
+@pytest.fixture(scope="module")
+def page_case():
+    return new_case("page")
+
+
+def test_50_requests_through_8_rows_with_two_compilations(case):
+    server = new_server(case.model, case.policy)
+    server._state = poison(server._state)
+    arriving = list(enumerate(case.requests))
+    tokens, finished, steps_that_waited_for_pages = {}, [], 0
+    programs = forward._cache_size()
+    with compilations() as compiled:
+        while arriving or server.num_running:
+            for i, (prompt, max_new_tokens) in arriving[: 20 if not tokens else 2]:  # many at once, then more
+                assert server.submit(prompt, max_new_tokens=max_new_tokens) == i
+            arriving = arriving[20 if not tokens else 2 :]
+            steps_that_waited_for_pages += server.num_waiting > 0 and server.num_running < ROWS
+            for request, token, is_last in server.step():
+                assert request not in finished
+                tokens.setdefault(request, []).append(token)
+                finished += [request] if is_last else []
+            h2o_jax.check_state(server._state, server.config)
+    assert len(compiled) == 2 and forward._cache_size() - programs == 2
+    assert steps_that_waited_for_pages > 0
+    assert sorted(finished) == list(range(NUM_REQUESTS)) and server.num_waiting == 0
+    for i in range(NUM_REQUESTS):
+        assert tokens[i] == case.expected(i), f"request {i}"
+
+
+def test_stop_tokens_and_limits_are_each_request_s_own(page_case):
+    server = new_server(page_case.model, page_case.policy)
+    expected = {}
+    for i, (prompt, _) in enumerate(page_case.requests[:12]):
+        alone = page_case.alone[i]
+        stop = alone[i] if i % 2 else VOCAB + 1  # the token of some step, or one that never comes
+        request = server.submit(prompt, max_new_tokens=MAX_NEW, stop_tokens=[stop])
+        expected[request] = alone[: alone.index(stop) + 1] if i % 2 else alone
+    assert drain(server) == expected
+    assert server.step() == []
+
+
+def nearly_full(page_case):
+    """A server with 4 of 8 rows and 95 of 100 pages taken, by requests of 40, 40, 40 and 21 new tokens."""
+    server = new_server(page_case.model, page_case.policy)
+    for max_new_tokens in (40, 40, 40, 21):
+        assert server.submit([1] * MAX_PROMPT, max_new_tokens=max_new_tokens, wait=False) is not None
+    return server
+
+
+def test_a_request_that_may_not_wait_is_refused(page_case):
+    server = nearly_full(page_case)
+    longest = max(range(NUM_REQUESTS), key=lambda i: len(page_case.requests[i][0]))
+    prompt, expected = page_case.requests[longest][0], page_case.alone[longest]
+    assert server.submit(prompt, max_new_tokens=MAX_NEW, wait=False) is None  # a row is free, pages are not
+    assert (server.num_running, server.num_waiting) == (4, 0)
+    request = server.submit(prompt, max_new_tokens=MAX_NEW)
+    assert request == 4 and server.num_waiting == 1
+    out = drain(server)
+    assert [len(out[i]) for i in range(5)] == [40, 40, 40, 21, 40] and out[request] == expected
+    again = server.submit(prompt, max_new_tokens=MAX_NEW, wait=False)  # all pages are back
+    assert again == 5 and drain(server) == {again: expected}
+
+
+def test_no_request_overtakes_another(page_case):
+    server = nearly_full(page_case)
+    server.submit([1] * 20, max_new_tokens=2)
+    assert server.num_waiting == 1
+    assert server.submit([1], max_new_tokens=2, wait=False) is None
+    server.submit([1], max_new_tokens=2)  # would find the one page that it needs
+    while not any(event.finished for event in server.step()):
+        assert (server.num_running, server.num_waiting) == (4, 2)
+    assert (server.num_running, server.num_waiting) == (5, 0)  # the row that one left, and a free one
+
+
+def test_rows_alone_can_run_out(page_case):
+    server = new_server(page_case.model, page_case.policy)
+    for _ in range(ROWS):
+        server.submit([1], max_new_tokens=2)
+    assert server.submit([1], max_new_tokens=2, wait=False) is None
+    assert [len(tokens) for tokens in drain(server).values()] == [2] * ROWS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(prompt=[]), "prompt: expected at least one token id"),
+        (dict(prompt=[1, VOCAB]), r"prompt: expected token ids in \[0, 61\), got \[1, 61\]"),
+        (dict(prompt=[0.5]), "prompt: expected token ids"),
+        (dict(max_new_tokens=0), "max_new_tokens: expected a positive integer, got 0"),
+        (dict(max_new_tokens=128), "prompt: 1 tokens and 128 new ones exceed the model's context of 128"),
+        (dict(max_new_tokens=101), "prompt: 1 tokens and 101 new ones need 26 pages; .* pages_per_request = 25"),
+        (dict(max_new_tokens=80), "prompt: 20 pages needed; the pool has num_pages = 19"),
+    ],
+)
+def test_a_request_that_can_never_run_is_an_error_and_changes_nothing(page_case, change, message):
+    config = cache_config(page_case.model, page_case.policy, ROWS, max_tokens=100, num_pages=19)
+    server = Server(page_case.model, policy=page_case.policy, config=config, prefill_chunk=CHUNK)
+    for wait in (True, False):
+        with pytest.raises(ValueError, match=message):
+            server.submit(**(dict(prompt=[1], max_new_tokens=4, wait=wait) | change))
+    assert (server.num_running, server.num_waiting) == (0, 0) and server.step() == []
+    assert server.submit([1], max_new_tokens=4) == 0
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 0, 2.5])
+def test_a_bad_chunk_is_refused(page_case, prefill_chunk):
+    config = cache_config(page_case.model, page_case.policy, 1)
+    with pytest.raises(ValueError, match=f"prefill_chunk: expected an integer >= 2, got {prefill_chunk}"):
+        Server(page_case.model, policy=page_case.policy, config=config, prefill_chunk=prefill_chunk)
+
+
+def test_server_is_a_name_of_the_package():
+    assert h2o_jax.Server is Server and "Server" in h2o_jax.__all__
