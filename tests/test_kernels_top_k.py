@@ -20,7 +20,7 @@ RUNS = [pytest.param("pallas_interpret", case, id=f"interpret-{case.id}") for ca
     pytest.param(GPU, case, id=f"gpu-{case.id}", marks=GPU_MARKS) for case in CASES + LARGE_CASES
 ]
 BOTH = [True, pytest.param(False, marks=GPU_MARKS)]
-SMALL = triton.Tiles(row=64, chunk=32)  # rows of over 64 entries take the path of long rows
+SMALL = triton.Tiles(row=64, fan=2, chunk=32)  # rows of over 64 entries take the path of long rows
 
 
 def choose(arrays, case, implementation):
@@ -80,7 +80,7 @@ def test_any_scores(num_logical, k, interpret):
 @pytest.mark.parametrize("interpret", BOTH)
 @pytest.mark.parametrize("kind", ["normal", "ties", "same", "rising", "falling"])
 def test_long_rows(kind, interpret):
-    """Every way through the path of long rows: candidates that fit a program and such that do not."""
+    """Rows of several chunks and levels, also where more pages are wanted than a level has groups."""
     for k in (3, 40, 100):
         case = Case("long", k, 300, ((0, 300), (31, 65), (250, 251), (64, 290)), num_kv_heads=1, kind=kind)
         arrays = make(case)
@@ -88,12 +88,11 @@ def test_long_rows(kind, interpret):
         np.testing.assert_array_equal(got, expected(*(np.asarray(x) for x in arrays.values()), k))
 
 
-def test_best_in_one_group():
-    """The bound admits all keys of the groups that hold the best; here they hold nothing else."""
-    scores = np.zeros((1, 1, 300), np.float32)
-    scores[..., ::32] = np.arange(10, 20)  # a chunk has 32 entries
-    got = compiled(9, True)(jnp.asarray(scores), jnp.asarray([0], jnp.int32), jnp.asarray([300], jnp.int32))
-    np.testing.assert_array_equal(got, expected(scores, [0], [300], 9))
+def test_more_pages_than_groups():
+    """Each group holds one high and one low score, and more pages are wanted than there are groups."""
+    scores = np.where(np.arange(300) % 2, 5.0, np.arange(300) / 1000).astype(np.float32)[None, None]
+    got = compiled(160, True)(jnp.asarray(scores), jnp.asarray([0], jnp.int32), jnp.asarray([300], jnp.int32))
+    np.testing.assert_array_equal(got, expected(scores, [0], [300], 160))
 
 
 @pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=GPU_MARKS)])
@@ -114,16 +113,20 @@ def test_lowers_for_cuda(case):
     assert KERNEL_TARGET in lower_for_cuda(lambda kwargs: call(**kwargs), case.shapes)
 
 
-def test_rows_too_long_are_refused():
-    scores = jax.ShapeDtypeStruct((1, 1, 2**20 + 1), jnp.float32)
+@pytest.mark.parametrize(
+    ("num_logical", "k", "message"),
+    [(20000, 8193, "k: at most 8192 of rows longer"), (2**27, 4, "134217728 pages are too long")],
+)
+def test_what_does_not_fit_is_refused(num_logical, k, message):
+    scores = jax.ShapeDtypeStruct((1, 1, num_logical), jnp.float32)
     window = jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = functools.partial(top_k_pages, k=4, implementation=GPU)
-    with pytest.raises(NotImplementedError, match="at most 1048576 pages"):
+    call = functools.partial(top_k_pages, k=k, implementation=GPU)
+    with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(call, scores, window, window)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"row": 65536}, {"row": 48}, {"row": 64, "chunk": 128}, {"chunk": 8}, {"warp": 100}]
+    "wrong", [{"row": 65536}, {"row": 48}, {"fan": 3}, {"fan": 64, "chunk": 32}, {"chunk": 8}, {"warp": 100}]
 )
 def test_tiles_are_checked(wrong):
     with pytest.raises(ValueError, match="expected"):

@@ -1,8 +1,9 @@
 """`decayed_softmax_scores` through Pallas' Triton lowering.
 
-Two launches. The first gathers each key once: logits go to memory in float32, with the maximum and the sum
-of exponentials of each chunk of tokens. The second joins the chunks, takes the maximum probability over the
-group and updates the scores, all KV heads of a token together since their scores are neighbours in memory.
+Three launches. The first gathers each key once: logits go to memory in float32, with the maximum and the sum
+of exponentials of each chunk of tokens. The second joins the chunks. The third takes the maximum probability
+over the group and updates the scores, all KV heads of a token together since their scores are neighbours in
+memory.
 
 Chunks have a fixed size, counted from logical page 0: a row's sums do not depend on M or on the batch.
 Letters: B rows, M logical pages of one token, C chunks, H padded KV heads, G' padded group (1 for "mean"),
@@ -27,6 +28,9 @@ from pallas_kernels._triton import (
 )
 
 
+JOINED = 128  # chunks that are joined at once; fixed, for the order of additions depends on it
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """Work of a program.
@@ -35,7 +39,7 @@ class Tiles:
         tokens: tokens of a tile in the first launch, a power of two, at least 16.
         tiles: tiles of a program there; `tokens * tiles` is a chunk.
         num_warps, num_stages: warps and pipeline stages there.
-        update_elements: elements H * G' * tokens of a program in the second launch.
+        update_elements: elements H * tokens of a program in the third launch.
         update_warps: warps there.
     """
 
@@ -43,7 +47,7 @@ class Tiles:
     tiles: int = 8
     num_warps: int = 4
     num_stages: int = 3
-    update_elements: int = 4096
+    update_elements: int = 1024
     update_warps: int = 4
 
     def __post_init__(self):
@@ -109,17 +113,18 @@ def decayed_softmax_scores(
         name="decayed_softmax_logits",
     )(q, k_pool, pages, start, stop)
 
-    lanes = next_power_of_two(num_kv_heads) * next_power_of_two(kept)
-    tokens = min(chunk, max(16, tiles.update_elements // lanes))
+    joined = jax.ShapeDtypeStruct((batch, num_kv_heads, kept), jnp.float32)
+    peak, total = pallas_call(
+        functools.partial(_join_kernel, chunk=chunk, num_logical=num_logical, interpret=interpret),
+        grid=(num_kv_heads, batch),
+        out_shape=(joined, joined),
+        interpret=interpret,
+        name="decayed_softmax_join",
+    )(peak, total, start, stop)
+
+    tokens = min(chunk, max(16, tiles.update_elements // next_power_of_two(num_kv_heads)))
     return pallas_call(
-        functools.partial(
-            _update_kernel,
-            decay=decay,
-            chunk=chunk,
-            tokens=tokens,
-            span=max(16, 2 * tiles.update_elements // lanes),
-            interpret=interpret,
-        ),
+        functools.partial(_update_kernel, decay=decay, tokens=tokens, interpret=interpret),
         grid=(pl.cdiv(num_logical, tokens), batch),
         out_shape=(
             jax.ShapeDtypeStruct(scores.shape, scores.dtype),
@@ -207,11 +212,43 @@ def _add_exponentials(peak, total, logits, weights=None):
     return joined, total * jnp.exp(peak - base) + jnp.sum(terms, axis=-1)
 
 
+def _join_kernel(
+    peak_ref,  # [B, Hkv, G', C]
+    total_ref,  # [B, Hkv, G', C]
+    start_ref,  # [B]
+    stop_ref,  # [B]
+    joined_peak_ref,  # [B, Hkv, G']
+    joined_total_ref,  # [B, Hkv, G']
+    *,
+    chunk,
+    num_logical,
+    interpret,
+):
+    head, row = pl.program_id(0), pl.program_id(1)
+    start, stop = _window(start_ref, stop_ref, row, num_logical)
+    kept = peak_ref.shape[2]
+    g = jnp.arange(next_power_of_two(kept), dtype=jnp.int32)
+
+    def join(i, carry):
+        at = i * JOINED + jnp.arange(JOINED, dtype=jnp.int32)
+        # Chunks that do not meet the window were never written.
+        keep = (g < kept)[:, None] & ((at >= start // chunk) & (at * chunk < stop))[None]
+        index = (row, head, g[:, None], at[None])
+        peaks, totals = (load_rows(ref, index, keep, interpret=interpret) for ref in (peak_ref, total_ref))
+        return _add_exponentials(*carry, jnp.where(keep, peaks, -jnp.inf), totals)
+
+    nothing = jnp.full(g.shape, -jnp.inf, jnp.float32), jnp.zeros(g.shape, jnp.float32)
+    first, last = start // chunk // JOINED, (stop + chunk * JOINED - 1) // (chunk * JOINED)
+    peak, total = jax.lax.fori_loop(first, last, join, nothing)
+    for ref, value in ((joined_peak_ref, peak), (joined_total_ref, total)):
+        store_rows(ref, (row, head, g), value, g < kept, interpret=interpret)
+
+
 def _update_kernel(
     _,  # [num_pages, Hkv, 1], the same memory as scores_ref
     logits_ref,  # [B, Hkv, G', C * chunk]
-    peak_ref,  # [B, Hkv, G', C]
-    total_ref,  # [B, Hkv, G', C]
+    peak_ref,  # [B, Hkv, G']
+    total_ref,  # [B, Hkv, G']
     pages_ref,  # [B, M]
     start_ref,  # [B]
     stop_ref,  # [B]
@@ -219,21 +256,18 @@ def _update_kernel(
     page_scores_ref,  # [B, Hkv, M]
     *,
     decay,
-    chunk,
     tokens,
-    span,
     interpret,
 ):
     tile, row = pl.program_id(0), pl.program_id(1)
     num_pages = scores_ref.shape[0]
     num_logical = pages_ref.shape[1]
-    num_kv_heads, kept = logits_ref.shape[1:3]
+    num_kv_heads = logits_ref.shape[1]
     start, stop = _window(start_ref, stop_ref, row, num_logical)
     position = tile * tokens + jnp.arange(tokens, dtype=jnp.int32)
     inside = (position >= start) & (position < stop)
     head = jnp.arange(next_power_of_two(num_kv_heads), dtype=jnp.int32)
-    g = jnp.arange(next_power_of_two(kept), dtype=jnp.int32)
-    lanes = (head < num_kv_heads)[:, None, None] & (g < kept)[None, :, None]  # [H, G', 1]
+    load = functools.partial(load_rows, interpret=interpret)
 
     def store_page_scores(value):
         store_rows(
@@ -252,40 +286,25 @@ def _update_kernel(
 
     @pl.when(touched)
     def _():
-        def load_grouped(ref, at, keep):
-            index = (row, head[:, None, None], g[None, :, None], at[None, None])
-            keep = jnp.broadcast_to(lanes & keep[None, None], (head.shape[0], g.shape[0], at.shape[0]))
-            return load_rows(ref, index, keep, interpret=interpret), keep
-
-        def join(i, carry):
-            peak, total = carry
-            at = i * span + jnp.arange(span, dtype=jnp.int32)
-            written = (at >= start // chunk) & (at * chunk < stop)
-            peaks, keep = load_grouped(peak_ref, at, written)
-            totals, _ = load_grouped(total_ref, at, written)
-            return _add_exponentials(peak, total, jnp.where(keep, peaks, -jnp.inf), totals)
-
-        shape = (head.shape[0], g.shape[0])
-        nothing = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
-        peak, total = jax.lax.fori_loop(
-            start // chunk // span, (stop + chunk * span - 1) // (chunk * span), join, nothing
-        )
-
         page = plt.load(pages_ref.at[row, pl.ds(tile * tokens, tokens)], mask=inside, other=jnp.int32(-1))
         valid = inside & (page >= 0) & (page < num_pages)
-        # What the first launch left unwritten is loaded too, so that a thread loads several logits at once.
-        logits, keep = load_grouped(logits_ref, position, position >= 0)
-        logits = jnp.where(keep & valid[None, None], logits, -jnp.inf)
-        base = jnp.where(peak == -jnp.inf, 0.0, peak)
-        probability = jnp.exp(logits - base[..., None]) / jnp.where(total == 0, 1.0, total)[..., None]
-        probability = jnp.max(probability, axis=1)  # [H, tokens]
+        stored = (head < num_kv_heads)[:, None] & valid[None]
+        old = load(scores_ref, (page[None], head[:, None], 0), stored).astype(jnp.float32)
 
-        index = (page[None], head[:, None], 0)
-        keep = (head < num_kv_heads)[:, None] & valid[None]
-        old = load_rows(scores_ref, index, keep, interpret=interpret).astype(jnp.float32)
+        # What the first launch left unwritten is loaded too, so that a thread loads several logits at once.
+        exists = (head < num_kv_heads)[:, None] & (position >= 0)[None]
+        probability = jnp.zeros((head.shape[0], tokens), jnp.float32)
+        for g in range(logits_ref.shape[2]):
+            peak, total = (load(ref, (row, head, g), head < num_kv_heads) for ref in (peak_ref, total_ref))
+            logits = load(logits_ref, (row, head[:, None], g, position[None]), exists)
+            logits = jnp.where(stored, logits, -jnp.inf)
+            weights = jnp.exp(logits - jnp.where(peak == -jnp.inf, 0.0, peak)[:, None])
+            probability = jnp.maximum(probability, weights / jnp.where(total == 0, 1.0, total)[:, None])
+
         new = (probability + decay * old).astype(scores_ref.dtype)
-        store_rows(scores_ref, index, new, keep, interpret=interpret)
+        index = (page[None], head[:, None], 0)
+        store_rows(scores_ref, index, new, stored, interpret=interpret)
         if interpret:
             # Else XLA may form it twice, once with a fused multiply-add, and return what it did not store.
-            new = load_rows(scores_ref, index, keep, interpret=interpret)
+            new = load(scores_ref, index, stored)
         store_page_scores(jnp.where(valid[None], new.astype(jnp.float32), -jnp.inf))

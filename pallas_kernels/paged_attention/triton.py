@@ -204,10 +204,15 @@ def _split_kernel(
             # be three loads deep, and its stages spent on addresses.
             following = locate(i + 1)
             valid = page >= 0
+            # Both are asked for before either is waited for. Slots that are not valid load as 0, for the
+            # product of a weight of 0 and a NaN would be NaN.
+            keys, values = (
+                [load(ref, *c.of((page, head, slot), valid)).astype(dtype) for c in columns]
+                for ref in (k_ref, v_ref)
+            )
             logits = jnp.zeros((len(g), tiles.tokens), jnp.float32)
-            for q_part, c in zip(q, columns):
-                keys = load(k_ref, *c.of((page, head, slot), valid)).astype(dtype)
-                logits += _dot(q_part, keys, transpose=True)
+            for q_part, key in zip(q, keys):
+                logits += _dot(q_part, key, transpose=True)
             logits = jnp.where(valid, logits * scale, -jnp.inf)
             new_peak = jnp.maximum(peak, logits.max(axis=1))
             # -inf - -inf is NaN where nothing is valid yet.
@@ -215,12 +220,10 @@ def _split_kernel(
             weights = jnp.exp(logits - finite[:, None])
             rescale = jnp.exp(peak - finite)
             total = total * rescale + weights.sum(axis=1)
-            new_acc = []
-            for part, c in zip(acc, columns):
-                # Slots that are not valid load as 0: 0 * NaN would be NaN.
-                values = load(v_ref, *c.of((page, head, slot), valid)).astype(dtype)
-                new_acc.append(part * rescale[:, None] + _dot(weights.astype(dtype), values))
-            return *following, new_peak, total, tuple(new_acc)
+            acc = tuple(
+                part * rescale[:, None] + _dot(weights.astype(dtype), value) for part, value in zip(acc, values)
+            )
+            return *following, new_peak, total, acc
 
         *_, peak, total, acc = lax.fori_loop(
             0,
