@@ -149,12 +149,16 @@ def test_no_request_overtakes_another(page_case):
     assert (server.num_running, server.num_waiting) == (5, 0)  # the row that one left, and a free one
 
 
-def test_rows_alone_can_run_out(page_case):
+def test_rows_are_given_in_order_of_arrival(page_case):
     server = new_server(page_case.model, page_case.policy)
-    for _ in range(ROWS):
+    for max_new_tokens in range(1, ROWS + 1):
+        server.submit([1], max_new_tokens=max_new_tokens)
+    assert server.submit([1], max_new_tokens=2, wait=False) is None  # pages are there, rows are not
+    for _ in range(3):
         server.submit([1], max_new_tokens=2)
-    assert server.submit([1], max_new_tokens=2, wait=False) is None
-    assert [len(tokens) for tokens in drain(server).values()] == [2] * ROWS
+    out = drain(server)
+    assert list(out) == list(range(ROWS + 3)), "first tokens come in order of arrival"
+    assert [len(tokens) for tokens in out.values()] == [*range(1, ROWS + 1), 2, 2, 2]
 
 
 @pytest.mark.parametrize(
