@@ -1,6 +1,7 @@
 """What only a GPU can tell of the whole: the kernels inside the decode step, the loop and the model."""
 
 import functools
+from pydoc_data.topics import topics
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,16 @@ import pytest
 from flax import nnx
 
 import h2o_jax
+from h2o_jax import generate as generate_module
 from h2o_jax import verification
 from h2o_jax.generate import generate
 from h2o_jax.models import Llama, LlamaConfig
+from h2o_jax.serving import Server, forward
 from tests import test_jit
 from tests.kernel_runs import on_gpu
 from tests.lowering import KERNEL_TARGET
+from tests.test_models_real import smollm  # noqa: F401 (a fixture)
+from tests.test_serving import serve
 
 POLICIES = ["h2o_sparse_attention", "h2o_token_sparse_attention", "dense_attention"]
 
@@ -90,6 +95,30 @@ def test_the_model_says_the_same_with_either_implementation(name):
     policy = h2o_jax.get_policy(name, top_k=8)
     run = functools.partial(generate, model, prompts, policy=policy, max_new_tokens=100)
     assert run(implementation="pallas") == run(implementation="xla")
+
+
+@on_gpu
+def test_a_server_of_smollm_says_what_each_request_says_alone(smollm, monkeypatch):
+    """50 requests through 8 rows and 64 pages: with the kernels, without, and one by one."""
+    model, tokenizer, _ = smollm
+    text = tokenizer.encode(topics["comparisons"])
+    rng = np.random.default_rng(0)
+    lengths, news = rng.integers(9, 250, 50), rng.integers(1, 41, 50)
+    requests = [(text[30 * i : 30 * i + n], int(new)) for i, (n, new) in enumerate(zip(lengths, news))]
+    policy = h2o_jax.get_policy("gqa_h2o_sparse_attention", top_k=4)
+    config = model.cache_config(8, 19, 16, num_pages=64)
+    served = []
+    for implementation in ("pallas", "xla"):
+        server = Server(model, policy=policy, config=config, prefill_chunk=64, implementation=implementation)
+        programs = forward._cache_size()
+        tokens, short_of_pages = serve(server, requests)
+        assert forward._cache_size() - programs == 2 and short_of_pages > 0
+        served.append([tokens[i] for i in range(50)])
+    assert served[0] == served[1]
+    monkeypatch.setattr(generate_module, "PREFILL_CHUNK", 16)  # the same for all, so one compilation
+    options = dict(policy=policy, max_new_tokens=40, config=config)
+    alone = [generate(model, [prompt], **options)[0] for prompt, _ in requests]
+    assert served[0] == [tokens[:new] for tokens, (_, new) in zip(alone, requests)]
 
 
 @on_gpu

@@ -36,15 +36,24 @@ def new_server(model, policy):
     return Server(model, policy=policy, config=config, prefill_chunk=CHUNK)
 
 
-def drain(server):
-    """{request: tokens} of all that is left to do, every step's state checked."""
-    out = {}
-    while server.num_running:
-        for request, token, _ in server.step():
+def serve(server, requests=()):
+    """{request: tokens}, in order of first tokens, and the steps that began with a free row and one waiting.
+
+    Of `requests`, [(prompt, max_new_tokens)], 20 are submitted at once and 2 more before each step.
+    """
+    out, finished, short_of_pages, arriving = {}, set(), 0, 20
+    while requests or server.num_running:
+        for prompt, max_new_tokens in requests[:arriving]:
+            server.submit(prompt, max_new_tokens=max_new_tokens)
+        requests, arriving = requests[arriving:], 2
+        short_of_pages += server.num_waiting > 0 and server.num_running < server.config.max_requests
+        for request, token, is_last in server.step():
+            assert request not in finished
+            finished |= {request} if is_last else set()
             out.setdefault(request, []).append(token)
         h2o_jax.check_state(server._state, server.config)
-    assert server.num_waiting == 0
-    return out
+    assert out.keys() == finished and server.num_waiting == 0
+    return out, short_of_pages
 
 
 class Case:
@@ -83,25 +92,12 @@ def page_case():
 def test_50_requests_through_8_rows_with_two_compilations(case):
     server = new_server(case.model, case.policy)
     server._state = poison(server._state)
-    arriving = list(enumerate(case.requests))
-    tokens, finished, steps_that_waited_for_pages = {}, [], 0
     programs = forward._cache_size()
     with compilations() as compiled:
-        while arriving or server.num_running:
-            for i, (prompt, max_new_tokens) in arriving[: 20 if not tokens else 2]:  # many at once, then more
-                assert server.submit(prompt, max_new_tokens=max_new_tokens) == i
-            arriving = arriving[20 if not tokens else 2 :]
-            steps_that_waited_for_pages += server.num_waiting > 0 and server.num_running < ROWS
-            for request, token, is_last in server.step():
-                assert request not in finished
-                tokens.setdefault(request, []).append(token)
-                finished += [request] if is_last else []
-            h2o_jax.check_state(server._state, server.config)
+        tokens, short_of_pages = serve(server, case.requests)
     assert len(compiled) == 2 and forward._cache_size() - programs == 2
-    assert steps_that_waited_for_pages > 0
-    assert sorted(finished) == list(range(NUM_REQUESTS)) and server.num_waiting == 0
-    for i in range(NUM_REQUESTS):
-        assert tokens[i] == case.expected(i), f"request {i}"
+    assert short_of_pages > 0
+    assert tokens == {i: case.expected(i) for i in range(NUM_REQUESTS)}
 
 
 def test_stop_tokens_and_limits_are_each_request_s_own(page_case):
@@ -112,7 +108,7 @@ def test_stop_tokens_and_limits_are_each_request_s_own(page_case):
         stop = alone[i] if i % 2 else VOCAB + 1  # the token of some step, or one that never comes
         request = server.submit(prompt, max_new_tokens=MAX_NEW, stop_tokens=[stop])
         expected[request] = alone[: alone.index(stop) + 1] if i % 2 else alone
-    assert drain(server) == expected
+    assert serve(server)[0] == expected
     assert server.step() == []
 
 
@@ -132,10 +128,10 @@ def test_a_request_that_may_not_wait_is_refused(page_case):
     assert (server.num_running, server.num_waiting) == (4, 0)
     request = server.submit(prompt, max_new_tokens=MAX_NEW)
     assert request == 4 and server.num_waiting == 1
-    out = drain(server)
+    out, _ = serve(server)
     assert [len(out[i]) for i in range(5)] == [40, 40, 40, 21, 40] and out[request] == expected
     again = server.submit(prompt, max_new_tokens=MAX_NEW, wait=False)  # all pages are back
-    assert again == 5 and drain(server) == {again: expected}
+    assert again == 5 and serve(server)[0] == {again: expected}
 
 
 def test_no_request_overtakes_another(page_case):
@@ -156,7 +152,7 @@ def test_rows_are_given_in_order_of_arrival(page_case):
     assert server.submit([1], max_new_tokens=2, wait=False) is None  # pages are there, rows are not
     for _ in range(3):
         server.submit([1], max_new_tokens=2)
-    out = drain(server)
+    out, _ = serve(server)
     assert list(out) == list(range(ROWS + 3)), "first tokens come in order of arrival"
     assert [len(tokens) for tokens in out.values()] == [*range(1, ROWS + 1), 2, 2, 2]
 
@@ -169,7 +165,7 @@ def test_rows_are_given_in_order_of_arrival(page_case):
         (dict(prompt=[0.5]), "prompt: expected token ids"),
         (dict(max_new_tokens=0), "max_new_tokens: expected a positive integer, got 0"),
         (dict(max_new_tokens=128), "prompt: 1 tokens and 128 new ones exceed the model's context of 128"),
-        (dict(max_new_tokens=101), "prompt: 1 tokens and 101 new ones need 26 pages; .* pages_per_request = 25"),
+        (dict(max_new_tokens=101), "1 tokens and 101 new ones need 26 pages; .*pages_per_request = 25"),
         (dict(max_new_tokens=80), "prompt: 20 pages needed; the pool has num_pages = 19"),
     ],
 )
