@@ -12,7 +12,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -157,6 +156,8 @@ def test_a_jitted_step_that_streams(case):
 
 def run_from(path, name):
     """Goes on, in this process, from what `test_a_loop_saved_and_restored` saved, and prints the tokens."""
+    import orbax.checkpoint as ocp
+
     model, policy = tiny_model(), POLICIES[name]
     config = cache_config(model, policy, len(PROMPTS))
     # The template says what is stored: shapes and dtypes, and the static fields, which no file holds.
@@ -172,6 +173,8 @@ def run_from(path, name):
 
 
 def test_a_loop_saved_and_restored(case, tmp_path):
+    import orbax.checkpoint as ocp  # here, since other tests that use this file need no Orbax
+
     step = jax.jit(functools.partial(decode_step, policy=case.policy), donate_argnums=1)
     state, tokens = case.start()
     rows = []
