@@ -189,10 +189,14 @@ def select_pages(
         between = []
         if policy.top_k > 0:
             cache, scores = policy.score(cache, table, q, window, implementation=implementation)
-            scores = _mask_scores(scores, window, (batch, num_kv_heads, num_logical))
+            check_shape("score() of the policy", scores, (batch, num_kv_heads, num_logical), "[B, Hkv, M]")
+            scores = scores.astype(jnp.float32)
             between = [
                 top_k_pages(scores, window.start, window.stop, k=policy.top_k, implementation=implementation)
             ]
+            # For the caller alone, and so not computed where it goes unused: `top_k_pages` knows the window.
+            inside = window_mask(window.start, window.stop, num_logical)
+            scores = jnp.where(inside[:, None], scores, -jnp.inf)
         first = jnp.arange(policy.reserved_bos, dtype=jnp.int32)[None]
         last = window.stop[:, None] + jnp.arange(policy.reserved_eos, dtype=jnp.int32)
         first, last = (
@@ -265,9 +269,3 @@ def _active_rows(table: PageTable, active: jax.Array | None) -> jax.Array:
     check_shape("active", active, live.shape, "[B]")
     check_dtype("active", active, ("bool",))
     return live & active
-
-
-def _mask_scores(scores: jax.Array, window: Window, shape: tuple[int, int, int]) -> jax.Array:
-    check_shape("score() of the policy", scores, shape, "[B, Hkv, M]")
-    inside = window_mask(window.start, window.stop, shape[2])
-    return jnp.where(inside[:, None], scores.astype(jnp.float32), -jnp.inf)

@@ -1,6 +1,6 @@
 """Queries of one KV head, held in registers, and their products with tiles of gathered vectors.
 
-Letters: G query heads of a KV head, R = G padded to the rows of a tensor-core tile, D head_dim, T vectors.
+Letters: G query heads of a KV head, R = G padded to rows of tensor-core tiles, D head_dim, T vectors.
 """
 
 import jax
@@ -14,11 +14,6 @@ from pallas_kernels._triton import MIN_DOT, load_rows, next_power_of_two, power_
 _TERMS = {"bfloat16": (3, 16), "float16": (3, 13)}  # dtype: (terms, low bits of a float32 that a term drops)
 
 
-def query_rows(group_size: int) -> int:
-    """R."""
-    return max(MIN_DOT, next_power_of_two(group_size))
-
-
 def load_queries(q_ref, row, head, *, group_size: int, group: str, interpret: bool) -> list[jax.Array]:
     """The float32 queries of a KV head as pieces along D.
 
@@ -26,29 +21,24 @@ def load_queries(q_ref, row, head, *, group_size: int, group: str, interpret: bo
         q_ref: [B, Hq, D].
         row, head: request row and KV head.
         group_size: G.
-        group: "max": row g holds query g; "mean": row 0 holds the mean over G in float32.
+        group: "max": each query; "mean": their mean in float32.
         interpret: as of the kernel.
 
     Returns:
-        One [R, piece] per power-of-two piece of D. Rows without a query are 0.
+        For each power-of-two piece of D an [R, piece], of which rows past G are 0; for "mean" a [piece].
     """
-    g = jnp.arange(query_rows(group_size), dtype=jnp.int32)
+    g = jnp.arange(max(MIN_DOT, next_power_of_two(group_size)), dtype=jnp.int32)
     pieces = []
     for at, length in power_of_two_pieces(q_ref.shape[2]):
         index = (row, head * group_size + g, pl.ds(at, length))
         q = load_rows(q_ref, index, g < group_size, interpret=interpret).astype(jnp.float32)
-        if group == "mean":
-            mean = jnp.sum(q, axis=0) / group_size
-            q = jnp.where((g == 0)[:, None], mean[None], 0.0)
-        pieces.append(q)
+        pieces.append(jnp.sum(q, axis=0) / group_size if group == "mean" else q)
     return pieces
 
 
-def join_rows(products: jax.Array, *, group_size: int, group: str) -> jax.Array:
-    """[R, T] -> [T]: the maximum over the G queries, or the row of their mean."""
+def join_rows(products: jax.Array, *, group_size: int) -> jax.Array:
+    """[R, T] -> [T]: the maximum over the rows of the group's queries (the one row of their mean)."""
     g = jnp.arange(products.shape[0], dtype=jnp.int32)[:, None]
-    if group == "mean":
-        return jnp.sum(jnp.where(g == 0, products, 0.0), axis=0)
     return jnp.max(jnp.where(g < group_size, products, -jnp.inf), axis=0)
 
 
@@ -57,28 +47,32 @@ class QueryTerms:
 
     A 16-bit dtype takes a query that has more digits as a sum of terms that the dtype holds exactly, so that
     tensor cores form exact products and only their float32 sum rounds. float16 lacks the range for the last
-    terms; there the queries are first scaled by a power of two.
+    terms; there the queries are first scaled by a power of two. The terms of a lone query are rows of one
+    factor, for a tensor-core tile has rows to spare.
 
     Args:
-        pieces: [R, piece] float32, along D.
+        pieces: float32, along D: [R, piece] of R queries or [piece] of a lone one.
         dtype: of the vectors.
         exact: the queries are known to be values of `dtype`.
     """
 
     def __init__(self, pieces: list[jax.Array], dtype, *, exact: bool):
         dtype = jnp.dtype(dtype)
+        self._lone = pieces[0].ndim == 1
         self._unscale = None
         if exact or dtype == jnp.float32:
-            self._pieces = _negate_all_but_first([[piece.astype(dtype)] for piece in pieces])
-            return
-        if dtype == jnp.float16:
-            scale, self._unscale = _power_of_two_scale(pieces)
-            pieces = [piece * scale for piece in pieces]
-        terms = [[p] if p.shape[1] < MIN_DOT else _split(p, dtype) for p in pieces]
+            terms = [[piece.astype(dtype)] for piece in pieces]
+        else:
+            if dtype == jnp.float16:
+                scale, self._unscale = _power_of_two_scale(pieces)
+                pieces = [piece * scale for piece in pieces]
+            terms = [[p] if p.shape[-1] < MIN_DOT else _split(p, dtype) for p in pieces]
+        if self._lone:
+            terms = [[_rows(piece)] for piece in terms]
         self._pieces = _negate_all_but_first(terms)
 
     def dot(self, tiles: list[jax.Array]) -> jax.Array:
-        """Products with vectors given as [T, piece] along D: [R, T] float32."""
+        """Products with vectors given as [T, piece] along D: [R, T] float32, [1, T] of a lone query."""
         total = None
         for terms, tile in zip(self._pieces, tiles, strict=True):
             for term in terms:
@@ -86,7 +80,18 @@ class QueryTerms:
                 # A difference, for Triton makes of a sum with a product one product that starts at the other
                 # summand: tensor cores cut what they add, and would cut small terms to the size of large ones.
                 total = product if total is None else total - product
+        if self._lone:
+            total = jnp.sum(total, axis=0, keepdims=True)
         return total if self._unscale is None else total * self._unscale
+
+
+def _rows(terms):
+    """Vectors of one piece as the first rows of a factor whose other rows are 0."""
+    row = jnp.arange(MIN_DOT, dtype=jnp.int32)[:, None]
+    factor = jnp.zeros((MIN_DOT, terms[0].shape[0]), terms[0].dtype)
+    for i, term in enumerate(terms):
+        factor = jnp.where(row == i, term[None], factor)
+    return factor
 
 
 def _dot(queries, vectors):

@@ -47,7 +47,7 @@ class Tiles:
     tiles: int = 8
     num_warps: int = 4
     num_stages: int = 3
-    update_elements: int = 1024
+    update_elements: int = 4096
     update_warps: int = 4
 
     def __post_init__(self):
@@ -171,7 +171,8 @@ def _logits_kernel(
     def _():
         q = load_queries(q_ref, row, head, group_size=group_size, group=group, interpret=interpret)
         queries = QueryTerms(q, k_ref.dtype, exact=group == "max" and q_ref.dtype == k_ref.dtype)
-        g = jnp.arange(q[0].shape[0], dtype=jnp.int32)
+        rows = 1 if group == "mean" else q[0].shape[0]
+        g = jnp.arange(rows, dtype=jnp.int32)
         kept = g < logits_ref.shape[2]
 
         def add_tile(tile, carry):
@@ -196,7 +197,6 @@ def _logits_kernel(
             )
             return _add_exponentials(peak, total, logits)
 
-        rows = q[0].shape[0]
         nothing = jnp.full((rows,), -jnp.inf, jnp.float32), jnp.zeros((rows,), jnp.float32)
         peak, total = jax.lax.fori_loop(begin, end, add_tile, nothing)
         for ref, value in ((peak_ref, peak), (total_ref, total)):

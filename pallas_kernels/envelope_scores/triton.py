@@ -28,7 +28,7 @@ class Tiles:
     """
 
     pages: int
-    tiles: int = 4
+    tiles: int = 3
     num_warps: int = 4
     num_stages: int = 3
 
@@ -41,8 +41,9 @@ class Tiles:
 
 
 def default_tiles(page_bytes: int) -> Tiles:
-    """Tiles for pages of `page_bytes` bytes of summaries a KV head: about 96 KiB in flight a program."""
-    return Tiles(pages=next((p for p in (64, 32) if 3 * p * page_bytes <= 96 * 1024), 16))
+    """Tiles for pages of `page_bytes` bytes of summaries a KV head: about 72 KiB in flight a program."""
+    pages = next((p for p in (64, 32) if 3 * p * page_bytes <= 72 * 1024), 16)
+    return Tiles(pages=pages, num_warps=4 if pages > 32 else 2)
 
 
 def envelope_scores(
@@ -160,7 +161,7 @@ def _kernel(
                 ]
                 return factors[kind].dot(summary)
 
-            join = functools.partial(join_rows, group_size=group_size, group=group)
+            join = functools.partial(join_rows, group_size=1 if group == "mean" else group_size)
             score = jnp.zeros((tiles.pages,), jnp.float32)
             if "mean" in kinds:
                 score = score + w_avg * join(product("mean"))

@@ -38,10 +38,10 @@ class Tiles:
         warp: entries of a warp; a program has 4 to 16 warps.
     """
 
-    row: int = 16384
+    row: int = 8192
     fan: int = 4
-    chunk: int = 4096
-    warp: int = 512
+    chunk: int = 8192
+    warp: int = 1024
 
     def __post_init__(self):
         for name, least, most in (
@@ -83,12 +83,14 @@ def top_k_pages(scores, start, stop, *, k, interpret: bool, tiles: Tiles | None 
 
 def _levels(num_logical: int, k: int, tiles: Tiles) -> list[int]:
     """N of each level: the row's pages, their groups, groups of those, until one program can take them."""
+    if num_logical <= min(tiles.fan * k, MOST_ENTRIES):
+        return [num_logical]  # the members of k groups are the whole row
     levels = [num_logical]
     while levels[-1] > tiles.row:
         levels.append(pl.cdiv(levels[-1], tiles.fan))
     if len(levels) > 1 and tiles.fan * k > MOST_ENTRIES:
         raise NotImplementedError(
-            f"k: at most {MOST_ENTRIES // tiles.fan} of rows longer than {tiles.row} pages, got {k} of {num_logical}"
+            f"k: at most {MOST_ENTRIES // tiles.fan} of rows longer than {MOST_ENTRIES} pages, got {k} of {num_logical}"
         )
     if tiles.fan ** (len(levels) - 1) > tiles.chunk:
         raise NotImplementedError(f"scores: rows of {num_logical} pages are too long")
