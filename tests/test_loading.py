@@ -66,17 +66,24 @@ def test_gguf_and_directory_agree_on_the_config(tmp_path):
     }
 
 
-def test_gguf_rope_factors(tmp_path):
-    """Llama 3's stretch reaches a GGUF file as one divisor per frequency."""
+@pytest.mark.parametrize("kind", ["llama3", "linear"])
+def test_gguf_rope_scaling(kind, tmp_path):
+    """Llama 3's stretch reaches a GGUF file as one divisor per frequency, the linear one as metadata."""
+    scaling = LLAMA3 if kind == "llama3" else {"rope_type": "linear", "factor": 4.0}
+    values = tiny_llama.config(rope_scaling=scaling)
+    path = tiny_llama.write_gguf(tmp_path / "m.gguf", values, tiny_llama.tensors(values))
+    rope = load(path)[0].config.rope()
+    stretch = tiny_llama.plain_frequencies(values) / rope.frequencies()
+    assert stretch.max() == scaling["factor"] and stretch.min() == (1 if kind == "llama3" else 4)
+    np.testing.assert_allclose(rope.frequencies(), tiny_llama.frequencies(values), rtol=1e-6)
+
+
+def test_gguf_rope_factors_beside_another_stretch(tmp_path):
     values = tiny_llama.config(rope_scaling=LLAMA3)
-    weights = tiny_llama.tensors(values)
-    plain = tiny_llama.frequencies(values | {"rope_scaling": None})
-    factors = (plain / tiny_llama.frequencies(values)).astype(np.float32)
-    assert factors.max() == 8 and factors.min() == 1
-    model, _ = load(
-        tiny_llama.write_gguf(tmp_path / "m.gguf", values, weights | {"rope_freqs.weight": factors})
-    )
-    np.testing.assert_allclose(model.config.rope().frequencies(), tiny_llama.frequencies(values), rtol=1e-6)
+    extra = {"llama.rope.scaling.type": "linear"}
+    path = tiny_llama.write_gguf(tmp_path / "m.gguf", values, tiny_llama.tensors(values), extra=extra)
+    with pytest.raises(ValueError, match="type: expected none beside rope_freqs.weight; got 'linear'"):
+        load(path)
 
 
 def test_gguf_quantised_tensors(tmp_path):
@@ -147,18 +154,22 @@ def test_shards(tmp_path):
     shard = directory / "model-00002-of-00003.safetensors"
     content = shard.read_bytes()
     shard.unlink()
-    with pytest.raises(FileNotFoundError, match="model-00002-of-00003.safetensors: expected this shard"):
+    name = sorted(weights)[1]
+    message = f"{shard.name}: expected this shard, where model.safetensors.index.json places tensor {name}"
+    with pytest.raises(FileNotFoundError, match=message):
         load(directory)
     shard.write_bytes(content)
     index = directory / "model.safetensors.index.json"
     placement = json.loads(index.read_text())["weight_map"]
-    placement["lm_head.weight"] = next(
+    placement["lm_head.weight"] = other = next(
         file for file in placement.values() if file != placement["lm_head.weight"]
     )
     index.write_text(json.dumps({"weight_map": placement}))
-    with pytest.raises(
-        ValueError, match="expected tensor lm_head.weight, placed there by model.safetensors.index"
-    ):
+    message = f"{other}: expected tensor lm_head.weight, placed there by model.safetensors.index.json"
+    with pytest.raises(ValueError, match=message):
+        load(directory)
+    index.write_text(json.dumps({"weight_map": placement | {"lm_head.weight": ["a"]}}))
+    with pytest.raises(FileNotFoundError, match="expected this shard, .* places tensor lm_head.weight"):
         load(directory)
     index.write_text(json.dumps({"weights": placement}))
     with pytest.raises(ValueError, match="expected an object under 'weight_map'; got None"):
@@ -263,7 +274,11 @@ def test_corrupt_gguf(tmp_path):
     [
         ("gemma2", {}, "'gemma2' is not supported; expected one of llama, mistral, qwen2, qwen3"),
         ("llama", {"llama.expert_count": 8}, "llama.expert_count: expected no experts; got 8"),
-        ("llama", {"llama.attention.sliding_window": 128}, "sliding_window: expected none; got 128"),
+        (
+            "llama",
+            {"llama.attention.sliding_window": 128},
+            "sliding_window: expected none, or at least the context of 512 tokens; got a window of 128",
+        ),
         (
             "llama",
             {"llama.rope.dimension_count": 4},
@@ -278,6 +293,13 @@ def test_unsupported_gguf(architecture, extra, message, tmp_path):
     path = tiny_llama.write_gguf(tmp_path / "m.gguf", values, tiny_llama.tensors(values), extra=extra)
     with pytest.raises(ValueError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize("window", [0, 512])
+def test_gguf_window_that_hides_nothing(window, tmp_path):
+    values = tiny_llama.config()
+    extra = {"llama.attention.sliding_window": window}
+    load(tiny_llama.write_gguf(tmp_path / "m.gguf", values, tiny_llama.tensors(values), extra=extra))
 
 
 def test_unsupported_architecture_and_paths(tmp_path):

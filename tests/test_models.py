@@ -77,9 +77,9 @@ def fresh_state(model, rows=1, page_size=4, pages=4, policy=DENSE):
     return h2o_jax.PagedState(table=state.table, layers=tuple(poisoned))
 
 
-def run(model, chunks, tokens=TOKENS, policy=DENSE):
+def run(model, chunks, tokens=TOKENS, policy=DENSE, pages=4):
     """Logits [T, V] of one row whose tokens are given in chunks of these sizes."""
-    step, state = stepper(model, policy), fresh_state(model, policy=policy)
+    step, state = stepper(model, policy), fresh_state(model, policy=policy, pages=pages)
     logits, start = [], 0
     for size in chunks:
         chunk = jnp.asarray(tokens[start : start + size], jnp.int32)[None]
@@ -401,16 +401,31 @@ def test_model_call_errors():
     [
         ("gemma2", {}, "'gemma2' is not supported; expected one of llama, mistral, qwen2, qwen3"),
         (None, {}, "architecture: None is not supported"),
-        ("mistral", {"sliding_window": 256}, "got an active window of 256 tokens.*policies"),
+        (
+            "mistral",
+            {"sliding_window": 511},
+            "sliding_window: expected none, or at least the context of 512 tokens; got a window of 511. "
+            "Such a model must not see older tokens, and the policies here keep every page readable",
+        ),
         (
             "qwen2",
             {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
-            "sliding_window",
+            "got a window of 64",
         ),
         (
             "qwen3",
             {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
-            "sliding_window",
+            "got a window of 64",
+        ),
+        (
+            "qwen3",
+            {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: expected full_attention in every layer; got sliding_attention",
+        ),
+        (
+            "llama",
+            {"layer_types": ["chunked_attention", "full_attention"]},
+            "layer_types: expected full_attention in every layer; got chunked_attention",
         ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act: expected 'silu'; got 'gelu'"),
         (
@@ -425,6 +440,21 @@ def test_model_call_errors():
         ),
         ("llama", {"rope_scaling": {"type": "linear"}}, "factor: expected in the model's config"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0; got 0.5"),
+        (
+            "llama",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor: expected 1.0; got 0.5",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters: expected the same for all layers; got them apart for full_attention",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
+            "rope_parameters, rope_scaling: expected one of them, or the same in both",
+        ),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "got quant_method 'awq'"),
         ("llama", {"hidden_size": None}, "hidden_size: expected in the model's config; it is missing"),
         ("llama", {"num_key_value_heads": 3}, "num_kv_heads: expected a divisor of num_heads = 4; got 3"),
@@ -443,6 +473,8 @@ def test_config_errors(architecture, changes, message):
         ("mistral", {"sliding_window": 512}),
         ("qwen2", {"sliding_window": 64, "use_sliding_window": False}),
         ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen2", {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 0}),
+        ("mistral", {"sliding_window": None}),
         ("qwen3", {"sliding_window": 64, "layer_types": ["full_attention"] * 2}),
     ],
 )
@@ -461,6 +493,21 @@ def test_config_defaults():
         1e4,
         False,
     )
-    # The newer spelling of the rotary settings.
-    newer = LlamaConfig.from_hf(values | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
-    assert newer.rope_theta == 5e5 and newer.rope_scaling.kind == "llama3"
+    with pytest.raises(ValueError, match="context of 131072 tokens; got a window of 4096"):
+        values = tiny_llama.config("mistral")
+        del values["max_position_embeddings"], values["sliding_window"]
+        LlamaConfig.from_hf(values)
+
+
+def test_both_spellings_of_the_rotary_settings():
+    values = tiny_llama.config(rope_theta=5e5, rope_scaling=LLAMA3, torch_dtype="bfloat16")
+    config = LlamaConfig.from_hf(values)
+    assert config.rope_theta == 5e5 and config.rope_scaling.kind == "llama3"
+    del values["rope_theta"], values["rope_scaling"], values["torch_dtype"]
+    newer = values | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "dtype": "bfloat16"}
+    assert LlamaConfig.from_hf(newer) == config
+    # The rotary base alone, and what is null in one place and stands in another.
+    assert LlamaConfig.from_hf(values | {"rope_parameters": {"rope_theta": 1e6}}).rope_theta == 1e6
+    assert LlamaConfig.from_hf(newer | {"rope_scaling": None, "rope_theta": None}) == config
+    beside = values | {"rope_theta": 5e5, "rope_parameters": LLAMA3 | {"rope_theta": None}}
+    assert LlamaConfig.from_hf(beside) == config

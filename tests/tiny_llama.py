@@ -52,6 +52,17 @@ def config(architecture="llama", **changes):
     return values | changes
 
 
+def head_size(values):
+    """D of a config, which may leave it out."""
+    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+
+
+def rotary(values):
+    """The rotary settings of a config, under either of their keys."""
+    found = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    return {"rope_type": "default", "rope_theta": values.get("rope_theta")} | found
+
+
 def tensors(values, seed=0):
     """Random tensors of that config, by Hugging Face name, float32."""
     rng = np.random.default_rng(seed)
@@ -59,7 +70,7 @@ def tensors(values, seed=0):
     heads, kv_heads, head_dim = (
         values["num_attention_heads"],
         values["num_key_value_heads"],
-        values["head_dim"],
+        head_size(values),
     )
     bias = values["model_type"] == "qwen2" or values.get("attention_bias", False)
 
@@ -177,10 +188,17 @@ def converter_rows(weight, heads):
 
 
 def write_gguf(path, values, weights, *, extra=None, quantise=None):
-    """Writes a GGUF file as the converter does; returns its path. `extra` are more metadata strings."""
+    """Writes a GGUF file as llama.cpp's converter does; returns its path.
+
+    Args:
+        values: config.json.
+        weights: float32, by Hugging Face name.
+        extra: more metadata, integers and strings; it wins over what is written otherwise.
+        quantise: gguf.GGMLQuantizationType of the matrices; None for float32.
+    """
     import gguf
 
-    architecture = values["model_type"]
+    architecture = {"mistral": "llama"}.get(values["model_type"], values["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_block_count(values["num_hidden_layers"])
@@ -189,10 +207,18 @@ def write_gguf(path, values, weights, *, extra=None, quantise=None):
     writer.add_head_count(values["num_attention_heads"])
     writer.add_head_count_kv(values["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
-    writer.add_rope_freq_base(values["rope_theta"])
-    writer.add_key_length(values["head_dim"])
-    writer.add_value_length(values["head_dim"])
-    for key, value in (extra or {}).items():
+    settings = rotary(values)
+    writer.add_rope_freq_base(settings["rope_theta"])
+    if values.get("head_dim"):
+        writer.add_key_length(values["head_dim"])
+        writer.add_value_length(values["head_dim"])
+    if settings["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(settings["factor"])
+    others = extra or {}
+    if architecture == "llama":
+        others = {"llama.rope.dimension_count": head_size(values)} | others
+    for key, value in others.items():
         writer.add_uint32(key, value) if isinstance(value, int) else writer.add_string(key, value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -203,16 +229,19 @@ def write_gguf(path, values, weights, *, extra=None, quantise=None):
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
+    if settings["rope_type"] == "llama3":
+        # The file does not name the rule: it holds what the rule divides each frequency by.
+        divisors = plain_frequencies(values) / frequencies(values)
+        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     for name, weight in weights.items():
         if architecture == "llama" and ".q_proj." in name:
             weight = converter_rows(weight, values["num_attention_heads"])
         if architecture == "llama" and ".k_proj." in name:
             weight = converter_rows(weight, values["num_key_value_heads"])
-        name = name if name == "rope_freqs.weight" else gguf_name(name)
         if quantise is not None and weight.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(weight, quantise), raw_dtype=quantise)
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight, quantise), raw_dtype=quantise)
         else:
-            writer.add_tensor(name, np.ascontiguousarray(weight))
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(weight))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -220,24 +249,28 @@ def write_gguf(path, values, weights, *, extra=None, quantise=None):
     return path
 
 
+def plain_frequencies(values):
+    """Radians per token of each pair, float64, not stretched."""
+    head_dim = head_size(values)
+    return rotary(values)["rope_theta"] ** (-2 * np.arange(head_dim // 2) / head_dim)
+
+
 def frequencies(values):
     """Radians per token of each pair, float64, with the linear or the Llama 3 stretch."""
-    head_dim = values["head_dim"]
-    scaling = values.get("rope_scaling") or {}
+    settings = rotary(values)
     out = []
-    for pair in range(head_dim // 2):
-        frequency = values["rope_theta"] ** (-2 * pair / head_dim)
-        if scaling.get("rope_type") == "linear":
-            frequency /= scaling["factor"]
-        elif scaling.get("rope_type") == "llama3":
-            context = scaling["original_max_position_embeddings"]
+    for frequency in plain_frequencies(values):
+        if settings["rope_type"] == "linear":
+            frequency /= settings["factor"]
+        elif settings["rope_type"] == "llama3":
+            context = settings["original_max_position_embeddings"]
             wavelength = 2 * math.pi / frequency
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            low, high = settings["low_freq_factor"], settings["high_freq_factor"]
             if wavelength > context / low:
-                frequency /= scaling["factor"]
+                frequency /= settings["factor"]
             elif wavelength > context / high:
                 smooth = (context / wavelength - low) / (high - low)
-                frequency = (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+                frequency = (1 - smooth) * frequency / settings["factor"] + smooth * frequency
         out.append(frequency)
     return np.array(out)
 
@@ -248,7 +281,7 @@ def forward(values, weights, tokens):
     heads, kv_heads, head_dim = (
         values["num_attention_heads"],
         values["num_key_value_heads"],
-        values["head_dim"],
+        head_size(values),
     )
     length = len(tokens)
 

@@ -7,6 +7,8 @@ from typing import Any
 from h2o_jax.rope import RopeScaling, RotaryEmbedding
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# What transformers takes where a config.json has no max_position_embeddings.
+_CONTEXTS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
 def unsupported_architecture(name) -> ValueError:
@@ -14,6 +16,25 @@ def unsupported_architecture(name) -> ValueError:
     return ValueError(
         f"architecture: {name!r} is not supported; expected one of {', '.join(SUPPORTED_ARCHITECTURES)}"
     )
+
+
+def refuse_window(key: str, window: int | None, context: int) -> None:
+    """Checks that a sliding window hides nothing: a token sees itself and the `window - 1` before it, so a
+    window of the whole context is none.
+
+    Args:
+        key: of the window in the model's config.
+        window: in tokens, or None.
+        context: tokens of context the model was trained for.
+
+    Raises:
+        ValueError: the window is shorter than the context.
+    """
+    if window is not None and window < context:
+        raise ValueError(
+            f"{key}: expected none, or at least the context of {context} tokens; got a window of {window}. "
+            "Such a model must not see older tokens, and the policies here keep every page readable"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +106,9 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "LlamaConfig":
-        """Reads the dictionary of a Hugging Face config.json.
+        """Reads the dictionary of a Hugging Face config.json. The rotary settings may stand under
+        `rope_parameters`, or as `rope_theta` and `rope_scaling`, as before transformers 5. The tensors' dtype
+        (`dtype`, `torch_dtype` before) is not read: the files tell it.
 
         Raises:
             ValueError: an architecture or feature that this package does not compute (it would
@@ -95,7 +118,8 @@ class LlamaConfig:
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise unsupported_architecture(architecture)
         _refuse_other_computation(values)
-        _refuse_sliding_window(architecture, values)
+        max_position_embeddings = values.get("max_position_embeddings", _CONTEXTS[architecture])
+        refuse_window("sliding_window", _sliding_window(architecture, values), max_position_embeddings)
 
         hidden_size = _required(values, "hidden_size")
         num_heads = _required(values, "num_attention_heads")
@@ -106,8 +130,7 @@ class LlamaConfig:
             num_kv_heads = values.get("num_key_value_heads") or num_heads
         else:
             num_kv_heads = _required(values, "num_key_value_heads")
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        max_position_embeddings = values.get("max_position_embeddings", 2048)
+        rope = _rope_settings(values)
         bias = architecture in ("llama", "qwen3") and bool(values.get("attention_bias", False))
         return cls(
             architecture=architecture,
@@ -120,7 +143,7 @@ class LlamaConfig:
             head_dim=head_dim,
             max_position_embeddings=max_position_embeddings,
             norm_epsilon=values.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0),
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
             rope_scaling=_rope_scaling(rope, max_position_embeddings),
             tie_embeddings=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "qwen2" or bias,
@@ -143,32 +166,43 @@ def _refuse_other_computation(values):
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method")
         raise ValueError(f"quantization_config: expected unquantised tensors; got quant_method {method!r}")
-    rotary = values.get("partial_rotary_factor", 1.0)
-    if rotary not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor: expected 1.0; got {rotary!r}")
 
 
-def _refuse_sliding_window(architecture, values):
-    """An attention window is another rule of which tokens are read: pages outside it must never be."""
-    # Mistral's absent key means a window of 4096, as in transformers' MistralConfig.
-    window = values.get("sliding_window", 4096 if architecture == "mistral" else None)
+def _sliding_window(architecture, values):
+    """The window of the layers that slide, by the rules of transformers, or None."""
+    window = values.get("sliding_window", 4096)
     layer_types = values.get("layer_types")
-    if architecture not in ("mistral", "qwen2", "qwen3") or window is None:
-        active = False
-    elif architecture == "mistral":
-        active = window < values.get("max_position_embeddings", 131072)
-    elif layer_types is not None:
-        active = False
-    else:
-        active = bool(values.get("use_sliding_window")) and values.get("max_window_layers", 28) < _required(
-            values, "num_hidden_layers"
-        )
-    active = active or any(kind != "full_attention" for kind in layer_types or ())
-    if active:
+    if architecture == "mistral":
+        return window
+    if layer_types is None:
+        layers, dense = _required(values, "num_hidden_layers"), values.get("max_window_layers", 28)
+        return window if values.get("use_sliding_window") and dense < layers else None
+    others = sorted(set(layer_types) - {"full_attention"})
+    if others and (others != ["sliding_attention"] or window is None):
+        raise ValueError(f"layer_types: expected full_attention in every layer; got {', '.join(others)}")
+    return window if others else None
+
+
+def _rope_settings(values):
+    """The rotary settings, in either spelling; a setting that is None is left out."""
+    old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    if old and new and old != new:
         raise ValueError(
-            f"sliding_window: expected none; got an active window of {window} tokens. Such a model must not "
-            "see older tokens, and the policies here keep every page readable"
+            f"rope_parameters, rope_scaling: expected one of them, or the same in both; got {new}, {old}"
         )
+    beside = {key: values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    settings = {
+        key: value for source in (beside, old, new) for key, value in source.items() if value is not None
+    }
+    nested = [key for key, value in settings.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(
+            f"rope_parameters: expected the same for all layers; got them apart for {', '.join(nested)}"
+        )
+    rotary = settings.get("partial_rotary_factor", 1)
+    if rotary != 1:
+        raise ValueError(f"partial_rotary_factor: expected 1.0; got {rotary!r}")
+    return settings
 
 
 def _rope_scaling(rope, max_position_embeddings):
@@ -183,6 +217,6 @@ def _rope_scaling(rope, max_position_embeddings):
             float(_required(rope, "factor")),
             float(_required(rope, "low_freq_factor")),
             float(_required(rope, "high_freq_factor")),
-            int(rope.get("original_max_position_embeddings") or max_position_embeddings),
+            int(rope.get("original_max_position_embeddings", max_position_embeddings)),
         )
     raise ValueError(f"rope_scaling: rope type {kind!r} is not supported; expected default, linear or llama3")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from h2o_jax.models._optional import require
-from h2o_jax.models.config import LlamaConfig, unsupported_architecture
+from h2o_jax.models.config import LlamaConfig, refuse_window, unsupported_architecture
 from h2o_jax.models.weights import Tensor
 from h2o_jax.rope import RopeScaling
 
@@ -124,12 +124,9 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     if optional("expert_count", 0):
         raise ValueError(f"{architecture}.expert_count: expected no experts; got {optional('expert_count')}")
     context = per_model("context_length")
-    window = optional("attention.sliding_window")
-    if window and window < context:
-        raise ValueError(
-            f"{architecture}.attention.sliding_window: expected none; got {window}. Such a model must not "
-            "see older tokens, and the policies here keep every page readable"
-        )
+    # 0 says none. The first Mistral has a window, of which its files, being of "llama", say nothing.
+    window = optional("attention.sliding_window", 0) or None
+    refuse_window(f"{architecture}.attention.sliding_window", window, context)
     hidden_size, num_heads = per_model("embedding_length"), per_model("attention.head_count")
     head_dim = int(optional("attention.key_length", hidden_size // num_heads))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -160,16 +157,15 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
 
 
 def _rope_scaling(file, architecture):
+    key = f"{architecture}.rope.scaling"
+    kind = file.metadata.get(f"{key}.type", "none")
+    if kind not in ("none", "linear"):
+        raise ValueError(f"{key}.type: rope type {kind!r} is not supported; expected none or linear")
     if _ROPE_FACTORS in file.tensors:
+        if kind != "none":
+            raise ValueError(f"{key}.type: expected none beside {_ROPE_FACTORS}; got {kind!r}")
         return RopeScaling("factors", factors=tuple(file.tensors[_ROPE_FACTORS].read().tolist()))
-    kind = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if kind == "linear":
-        return RopeScaling("linear", float(file.metadata.get(f"{architecture}.rope.scaling.factor", 1.0)))
-    if kind != "none":
-        raise ValueError(
-            f"{architecture}.rope.scaling.type: rope type {kind!r} is not supported; expected none or linear"
-        )
-    return None
+    return RopeScaling("linear", float(file.metadata.get(f"{key}.factor", 1.0))) if kind == "linear" else None
 
 
 def gguf_tensors(file: GGUFFile, config: LlamaConfig) -> dict[str, Tensor]:

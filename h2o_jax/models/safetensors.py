@@ -44,19 +44,19 @@ def _read_shards(directory):
     placement = read_json(directory / _INDEX).get("weight_map")
     if not isinstance(placement, dict):
         raise ValueError(f"{directory / _INDEX}: expected an object under 'weight_map'; got {placement!r}")
-    shards = {}
-    for shard in sorted(set(placement.values())):
-        if not (directory / shard).exists():
-            raise FileNotFoundError(
-                f"{directory / shard}: expected this shard, listed in {_INDEX}; it is missing"
-            )
-        shards[shard] = _read_file(directory / shard)
+    shards, tensors = {}, {}
     for name, shard in placement.items():
-        if name not in shards[shard]:
-            raise ValueError(
-                f"{directory / shard}: expected tensor {name}, placed there by {_INDEX}; it is missing"
-            )
-    return {name: shards[shard][name] for name, shard in placement.items()}
+        path = directory / str(shard)
+        if path not in shards:
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path}: expected this shard, where {_INDEX} places tensor {name}; it is missing"
+                )
+            shards[path] = _read_file(path)
+        if name not in shards[path]:
+            raise ValueError(f"{path}: expected tensor {name}, placed there by {_INDEX}; it is missing")
+        tensors[name] = shards[path][name]
+    return tensors
 
 
 def _read_file(path):
