@@ -82,17 +82,20 @@ def power_of_two_pieces(size: int) -> tuple[tuple[int, int], ...]:
     return tuple(pieces)
 
 
-def load_rows(ref, index: tuple, keep: jax.Array, *, interpret: bool, **options) -> jax.Array:
+def load_rows(ref, index: tuple, keep: jax.Array | None, *, interpret: bool, **options) -> jax.Array:
     """`ref[index]` where `keep`, else 0; nothing is read where `keep` is False.
 
     Args:
         ref: array reference.
         index: one entry per dimension of `ref`: scalars, arrays that broadcast to the shape of `keep`, and
             trailing slices.
-        keep: bool, of the shape to which the arrays in `index` broadcast. Where False, any index will do.
+        keep: bool, of the shape to which the arrays in `index` broadcast; None for True everywhere. Where
+            False, any index will do.
         interpret: as of the kernel.
         options: of `plt.load`, such as `eviction_policy`.
     """
+    if keep is None:
+        return ref[index] if interpret else plt.load(ref.at[index], **options)
     mask = _over_slices(keep, index)
     if interpret:
         # The interpreter has no masked loads through index arrays.

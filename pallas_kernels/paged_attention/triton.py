@@ -84,15 +84,18 @@ _TILES = {
     1024: (16, 8, 4, 3),
 }
 _ROW_PROGRAMS = 256  # of a row, all its KV heads together: enough to fill a GPU, few enough for a quick merge
+_LONG_SPLIT_STAGES = 3  # for splits of many tiles
 
 
-def default_tiles(dtype, head_dim: int, num_kv_heads: int) -> Tiles:
-    """Tiles for keys computed with in `dtype`."""
+def default_tiles(dtype, head_dim: int, num_kv_heads: int, num_tokens: int) -> Tiles:
+    """Tiles for keys computed with in `dtype`, of rows of up to `num_tokens` chosen tokens."""
     row = head_dim * jnp.dtype(dtype).itemsize
     for limit, (tokens, split_tiles, num_warps, num_stages) in _TILES.items():
         if row <= limit:
-            splits = max(1, _ROW_PROGRAMS // num_kv_heads)
-            return Tiles(tokens, split_tiles, splits, num_warps, num_stages)
+            max_splits = max(1, _ROW_PROGRAMS // num_kv_heads)
+            if num_tokens > 4 * tokens * split_tiles * max_splits:
+                num_stages = _LONG_SPLIT_STAGES
+            return Tiles(tokens, split_tiles, max_splits, num_warps, num_stages)
     raise NotImplementedError(f"paged_attention: head_dim {head_dim} of {jnp.dtype(dtype).name} has no tiles")
 
 
@@ -117,7 +120,7 @@ def paged_attention(
         raise NotImplementedError("paged_attention: an argument has a dimension of size 0")
     # A query of another dtype than the pool's must not be rounded to it.
     dtype = k_pool.dtype if q.dtype == k_pool.dtype else jnp.float32
-    tiles = tiles or default_tiles(dtype, head_dim, num_kv_heads)
+    tiles = tiles or default_tiles(dtype, head_dim, num_kv_heads, budget * page_size)
     splits = tiles.num_splits(budget * page_size)
     shape = (batch, num_kv_heads, splits, group)
     partials = _triton.pallas_call(

@@ -184,19 +184,22 @@ def _choose_kernel(
         nth = jnp.arange(shape[0], dtype=jnp.int32)
         wanted = groups_ref.shape[2]
         group = load_rows(groups_ref, (row, head, nth), nth < wanted, interpret=interpret)
+        group = jnp.where(nth < wanted, group, num_entries)
         entry = group[:, None] * shape[1] + jnp.arange(shape[1], dtype=jnp.int32)[None]
-        exists = (nth < wanted)[:, None] & (entry < num_entries)
     else:
         entry = jnp.arange(shape[0], dtype=jnp.int32)
-        exists = entry < num_entries
-    key = load_rows(values_ref, (row, head, entry), exists, interpret=interpret)
+    whole = not groups_refs and shape[0] == num_entries
+    key = load_rows(
+        values_ref, (row, head, entry), None if whole else entry < num_entries, interpret=interpret
+    )
     if span == 1:
         key = order_preserving_key(key)
 
     start, stop = _window(start_ref, stop_ref, row, num_entries if span == 1 else 2**31 - 1)
-    first, last = start // span, (stop + span - 1) // span  # entries that meet the window
-    present = jnp.where(start < stop, last - first, 0)
-    key = jnp.where(exists & (entry >= first) & (entry < last) & (start < stop), key, ABSENT)
+    first = start // span
+    present = jnp.where(start < stop, (stop + span - 1) // span - first, 0)  # entries that meet the window
+    # Unsigned, so that one comparison does for both ends.
+    key = jnp.where((entry - first).astype(jnp.uint32) < present.astype(jnp.uint32), key, ABSENT)
 
     place = jnp.arange(next_power_of_two(k), dtype=jnp.int32)
     filler = jnp.full(place.shape, num_entries, jnp.int32)
