@@ -117,9 +117,9 @@ def check_convertible(attention, flax_class: type) -> None:
     """Raises unless an attention module of Flax's computes plain attention."""
     if not isinstance(attention, flax_class):
         raise ValueError(f"attention: expected a {flax_class.__name__}; got {type(attention).__name__}")
-    arguments = inspect.signature(flax_class).parameters
+    arguments = inspect.signature(flax_class.__init__).parameters
     for name in _CUSTOM_MATH:
-        if name in arguments and getattr(attention, name) != arguments[name].default:
+        if hasattr(attention, name) and getattr(attention, name) != arguments[name].default:
             raise ValueError(
                 f"attention: {name} can't be carried over: expected the default; got {getattr(attention, name)!r}"
             )

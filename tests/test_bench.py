@@ -369,7 +369,7 @@ def test_the_step_is_decode_attention():
     ((q, k, v),) = inputs.new_tokens(np.uint32(0), sizes=sizes, number=1)
     decode = functools.partial(h2o_jax.decode_attention, policy=policy, implementation="xla")
     want, out = jax.jit(decode)(cache, table, q, k, v)
-    (got,), ((_, same),) = steps.step_function(policy, "xla")((cache,), table, [(q, k, v)])
+    (got,), ((_, same),) = steps.step_function(policy, "xla")((cache,), table, [(q, k, v)], keep_scores=False)
     np.testing.assert_array_equal(same, out)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -466,5 +466,6 @@ def test_the_step_lowers_for_cuda_at_full_size(name, page_size, monkeypatch):
     sizes, policy = run.sizes(8, page_size), run.policy(name, page_size)
     abstract = jax.eval_shape(lambda: h2o_jax.init_state(sizes.config(), policy))
     news = jax.eval_shape(lambda: inputs.new_tokens(np.uint32(0), sizes=sizes, number=1))
-    text = lower_for_cuda(steps.step_function(policy, "pallas"), abstract.layers, abstract.table, news)
+    step = functools.partial(steps.step_function(policy, "pallas"), keep_scores=False)
+    text = lower_for_cuda(step, abstract.layers, abstract.table, news)
     assert text.count(KERNEL_TARGET) >= 5

@@ -103,30 +103,28 @@ def check_step(
     sizes: Sizes,
     policy: Policy,
     table: PageTable,
-    news: Sequence[tuple],
-    caches: Sequence[LayerCache],
-    scores_before: Sequence[jax.Array | None],
-    results: Sequence[tuple[Selection, jax.Array]],
+    new: tuple,
+    cache: LayerCache,
+    scores_before: jax.Array | None,
+    selection: Selection,
+    out: jax.Array,
 ) -> Parity:
-    """Checks one step of each layer: what was written, scored, stored, chosen and attended to.
+    """Checks one step of a layer: what was written, scored, stored, chosen and attended to.
 
     Scores are held against their tolerance, and the pages chosen against those very scores, since scores that
     differ in rounding may rank two pages either way.
 
     Args:
-        sizes, policy, table: of all layers.
-        news: query, key and value of each layer's new token.
-        caches: the layers after the step.
-        scores_before: "hh_score" of each layer before it; None where the policy has none.
-        results: selection and output of each layer.
+        sizes, policy, table: of the layer.
+        new: query, key and value of its new token.
+        cache: the layer after the step.
+        scores_before: "hh_score" before it; None where the policy has none.
+        selection, out: what the step chose and gave.
 
     Returns:
         The worst of the checks.
     """
-    checks = []
-    for new, cache, before, (selection, out) in zip(news, caches, scores_before, results, strict=True):
-        checks += _check_layer(sizes, policy, table, new, cache, before, selection, out)
-    return worst(checks)
+    return worst(_check_layer(sizes, policy, table, new, cache, scores_before, selection, out))
 
 
 def check_output(
