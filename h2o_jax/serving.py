@@ -42,7 +42,9 @@ class Server:
     its row and pages to others. It gets the row only once the pool can hold its prompt and all new tokens it
     may have, on top of all that the requests in other rows may have: so the pool is never full in the middle
     of a request, and none is ever cut short or started over. Until then it waits, in order of arrival. Its
-    tokens are those that `generate` gives for its prompt alone, whatever else is in the batch.
+    tokens are those that `generate` gives for its prompt alone, whatever else is in the batch: up to rounding,
+    since a prompt prefilled in chunks of another size goes through products of another shape, which in a
+    bfloat16 model can decide between two tokens that are nearly as likely.
 
     Nothing is compiled twice: a chunk of prefill and a decode step, for all rows each, are all that runs.
 

@@ -77,6 +77,13 @@ def test_save(loops, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, (names["state"], names["tokens"]), (loops["state"], loops["tokens"]))
 
 
+def test_flax_module(capsys):
+    code = example("flax module")
+    assert len(code.strip().splitlines()) <= 40
+    exec(code, {})
+    assert capsys.readouterr().out == "[90 77] 5\n"
+
+
 def test_every_policy_is_described():
     for name in h2o_jax.list_policies():
         assert f"`{name}`" in README
