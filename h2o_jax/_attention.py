@@ -120,9 +120,8 @@ def check_convertible(attention, flax_class: type) -> None:
     arguments = inspect.signature(flax_class.__init__).parameters
     for name in _CUSTOM_MATH:
         if hasattr(attention, name) and getattr(attention, name) != arguments[name].default:
-            raise ValueError(
-                f"attention: {name} can't be carried over: expected the default; got {getattr(attention, name)!r}"
-            )
+            got = getattr(attention, name)
+            raise ValueError(f"attention: {name} can't be carried over: expected the default; got {got!r}")
     if attention.dropout_rate > 0 and attention.deterministic is False:
         raise ValueError(
             "attention: dropout can't be carried over: expected dropout_rate = 0 or deterministic not "

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from h2o_jax.config import CacheConfig
-from h2o_jax.policy import Policy
+from h2o_jax.policy import Policy, is_integer
 from h2o_jax.pool import extend
 from h2o_jax.sampling import greedy, sample_top_p
 from h2o_jax.state import PagedState, init_state
@@ -388,7 +388,7 @@ def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
     """Raises ValueError unless it is a positive integer."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if not is_integer(max_new_tokens, 1):
         raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
 
 
@@ -424,7 +424,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np
 def _fit_config(model, lengths, policy, max_new_tokens, page_size) -> CacheConfig:
     if page_size is None:
         page_size = policy.page_size or DEFAULT_PAGE_SIZE
-    if not isinstance(page_size, int) or page_size < 1:
+    if not is_integer(page_size, 1):
         raise ValueError(f"page_size: expected a positive integer, got {page_size!r}")
     pages = _pages_needed(lengths.astype(np.int64), max_new_tokens, page_size)
     return model.cache_config(len(lengths), int(pages.max()), page_size, num_pages=int(pages.sum()))

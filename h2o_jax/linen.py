@@ -74,7 +74,11 @@ class H2OAttention(nn.Module):
 
     @classmethod
     def from_attention(
-        cls, attention: nn.MultiHeadDotProductAttention, params: Mapping[str, Any], *, policy: Policy | None = None
+        cls,
+        attention: nn.MultiHeadDotProductAttention,
+        params: Mapping[str, Any],
+        *,
+        policy: Policy | None = None,
     ) -> tuple["H2OAttention", dict[str, Any]]:
         """The same attention over a paged cache: that of `attention` in its decode mode.
 
@@ -84,8 +88,8 @@ class H2OAttention(nn.Module):
 
         Args:
             attention: with biases or not, `normalize_qk` or not, and the default attention function.
-            params: its parameters: `variables["params"]`, with the entries "query", "key", "value", "out". The
-                number of KV heads is that of its keys.
+            params: its parameters: `variables["params"]`, with the entries "query", "key", "value", "out".
+                The number of KV heads is that of its keys.
             policy: the policy of calls that name none. Static: it must be hashable.
 
         Returns:
@@ -188,7 +192,7 @@ class H2OAttention(nn.Module):
 
 
 def _check_params(attention, params, carried):
-    """num_kv_heads, head_dim and out_features of Flax's attention; raises unless `params` are its parameters."""
+    """num_kv_heads, head_dim and out_features of Flax's attention; raises unless `params` are its own."""
     expected = sorted(f"{theirs}/{name}" for theirs, _, name, _ in carried)
     got = sorted(flatten_dict(params, sep="/"))
     if got != expected:
@@ -198,8 +202,8 @@ def _check_params(attention, params, carried):
     in_features, num_heads, head_dim = query.shape
     if (attention.qkv_features or in_features) != num_heads * head_dim:
         raise ValueError(
-            f"attention: expected qkv_features = {num_heads * head_dim}, the {num_heads} heads of {head_dim} in "
-            f"params; got {attention.qkv_features or in_features}"
+            f"attention: expected qkv_features = {num_heads * head_dim}, the {num_heads} heads of {head_dim} "
+            f"in params; got {attention.qkv_features or in_features}"
         )
     check_shape("params['key']['kernel']", key, (in_features, None, head_dim), "[in, Hkv, D]")
     check_shape("params['value']['kernel']", value, key.shape, "[in, Hkv, D]")

@@ -126,8 +126,8 @@ class H2OAttention(nnx.Module):
         check_convertible(attention, nnx.MultiHeadAttention)
         if attention.in_kv_features != attention.in_features:
             raise ValueError(
-                f"attention: expected in_kv_features = in_features = {attention.in_features}, as keys are of the "
-                f"same input; got {attention.in_kv_features}"
+                f"attention: expected in_kv_features = in_features = {attention.in_features}, as keys are of "
+                f"the same input; got {attention.in_kv_features}"
             )
         for part in ("query", "key", "value", "out"):
             kind = type(getattr(attention, part))
@@ -205,7 +205,7 @@ class H2OAttention(nnx.Module):
 
 
 def _unpromoted(arrays, *, dtype):
-    """A `promote_dtype` that leaves a norm's float32 weights float32 in a 16-bit computation, as Linen does."""
+    """A `promote_dtype` that keeps a norm's weights as they are in a 16-bit computation, as Linen does."""
     return arrays
 
 

@@ -137,8 +137,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def is_integer(value: Any, least: int) -> bool:
+    """Whether an option is an integer, NumPy's included, of at least `least`."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+
+
 def _int_option(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+    if not is_integer(value, least):
         raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
     return int(value)
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from h2o_jax.config import CacheConfig
 from h2o_jax.generate import PREFILL_CHUNK, advance, check_max_new_tokens, check_prompt, check_room
-from h2o_jax.policy import Policy
+from h2o_jax.policy import Policy, is_integer
 from h2o_jax.pool import release
 from h2o_jax.sampling import greedy
 from h2o_jax.state import PagedState, init_state
@@ -77,7 +77,7 @@ class Server:
         prefill_chunk: int = PREFILL_CHUNK,
         implementation: str | None = None,
     ):
-        if not isinstance(prefill_chunk, int) or prefill_chunk < 2:  # one token would be a decode step
+        if not is_integer(prefill_chunk, 2):  # one token would be a decode step
             raise ValueError(f"prefill_chunk: expected an integer >= 2, got {prefill_chunk!r}")
         self.config = config
         self._prefill_chunk = prefill_chunk

@@ -49,7 +49,7 @@ class Case:
         rope = RotaryEmbedding(
             self.head_dim,
             theta=1000.0,
-            scaling=RopeScaling("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64),
+            scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, original_max_position=64),
         )
         return dict(
             num_heads=self.num_heads,
@@ -85,7 +85,8 @@ class Case:
             if self.bias:
                 out[part]["bias"] = 0.5 * rng.standard_normal(columns)
         if self.qk_norm:
-            out |= {part: {"scale": 1.5 + 0.3 * rng.standard_normal(self.head_dim)} for part in ("q_norm", "k_norm")}
+            for part in ("q_norm", "k_norm"):
+                out[part] = {"scale": 1.5 + 0.3 * rng.standard_normal(self.head_dim)}
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), out)
 
 
@@ -112,10 +113,9 @@ def fresh_state(policy, num_kv_heads, head_dim, page_size, *, rows=ROWS, tokens=
         layers, num_kv_heads, head_dim, page_size, rows * per_row, rows, per_row, dtype=jnp.float32
     )
     state = h2o_jax.init_state(config, policy)
-    poisoned = (
-        dataclasses.replace(c, k=jnp.full_like(c.k, jnp.nan), v=jnp.full_like(c.v, jnp.nan)) for c in state.layers
-    )
-    return h2o_jax.PagedState(state.table, tuple(poisoned))
+    nan = functools.partial(jnp.full_like, fill_value=jnp.nan)
+    poisoned = tuple(dataclasses.replace(cache, k=nan(cache.k), v=nan(cache.v)) for cache in state.layers)
+    return h2o_jax.PagedState(state.table, poisoned)
 
 
 class Loop:
@@ -173,7 +173,7 @@ def dense_loop(call, parameters, xs, active, num_kv_heads, head_dim):
 
 
 def assert_close(got, expected, name="output"):
-    """Asserts float32 agreement: 4e-6 of the largest output. `test_rejects_mutants` holds that against errors."""
+    """Asserts float32 agreement, 4e-6 of the largest; `test_rejects_mutants` holds it against errors."""
     np.testing.assert_allclose(got, expected, rtol=0, atol=4e-6 * np.abs(expected).max(), err_msg=name)
 
 

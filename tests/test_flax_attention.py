@@ -21,7 +21,13 @@ CASES = {
         group=3, qk_norm="layer", policy="h2o_token_sparse_attention", top_k=5, page_size=1
     ),
     "G4-all-gqa-h2o-tokens": Case(
-        group=4, bias=True, qk_norm="rms", rope=True, policy="gqa_h2o_token_sparse_attention", top_k=5, page_size=1
+        group=4,
+        bias=True,
+        qk_norm="rms",
+        rope=True,
+        policy="gqa_h2o_token_sparse_attention",
+        top_k=5,
+        page_size=1,
     ),
 }
 
@@ -39,7 +45,8 @@ def nnx_loop(case):
 
 def linen_loop(case):
     module = h2o_jax.linen.H2OAttention(**case.options)
-    return Loop(lambda parameters, *arguments: module.apply({"params": parameters}, *arguments)), case.parameters()
+    loop = Loop(lambda parameters, *arguments: module.apply({"params": parameters}, *arguments))
+    return loop, case.parameters()
 
 
 @functools.cache
@@ -127,3 +134,17 @@ def arguments(case, length=1):
     state = fresh_state(case.get_policy(), case.num_kv_heads, case.head_dim, case.page_size)
     x = jnp.ones((len(PROMPTS), length, case.in_features))
     return state.layers[0], state.table, x, jnp.zeros(len(PROMPTS), jnp.int32)
+
+
+@pytest.mark.parametrize("build", [nnx_loop, linen_loop], ids=["nnx", "linen"])
+@pytest.mark.parametrize("length", [1, 5])
+def test_float32_products_are_never_tf32(build, length):
+    """Those of the projections and of attention; a 16-bit computation asks for nothing."""
+    for dtype in (None, "bfloat16"):
+        case = dataclasses.replace(CASES["G1-bias-dense"], dtype=dtype)
+        loop, parameters = build(case)
+        text = str(jax.make_jaxpr(loop.call)(parameters, *arguments(case, length)))
+        products = text.count("dot_general[")
+        highest = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+        assert products >= 6
+        assert highest == products if dtype is None else highest <= products - 4

@@ -161,6 +161,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
         (dict(prompts=[[0.5]]), r"prompts\[0\]: expected token ids"),
         (dict(prompts=[[1] * 125]), "125 tokens and 4 new ones exceed the model's context of 128"),
         (dict(max_new_tokens=0), "max_new_tokens: expected a positive integer, got 0"),
+        (dict(max_new_tokens=True), "max_new_tokens: expected a positive integer, got True"),
         (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),
         (dict(top_p=0.0), "top_p"),

@@ -115,7 +115,7 @@ def test_stop_tokens_and_limits_are_each_request_s_own(page_case):
 def nearly_full(page_case):
     """A server with 4 of 8 rows and 95 of 100 pages taken, by requests of 40, 40, 40 and 21 new tokens."""
     server = new_server(page_case.model, page_case.policy)
-    for max_new_tokens in (40, 40, 40, 21):
+    for max_new_tokens in np.array([40, 40, 40, 21]):  # NumPy's integers are as good as Python's
         assert server.submit([1] * MAX_PROMPT, max_new_tokens=max_new_tokens, wait=False) is not None
     return server
 
@@ -164,6 +164,7 @@ def test_rows_are_given_in_order_of_arrival(page_case):
         (dict(prompt=[1, VOCAB]), r"prompt: expected token ids in \[0, 61\), got \[1, 61\]"),
         (dict(prompt=[0.5]), "prompt: expected token ids"),
         (dict(max_new_tokens=0), "max_new_tokens: expected a positive integer, got 0"),
+        (dict(max_new_tokens=True), "max_new_tokens: expected a positive integer, got True"),
         (dict(max_new_tokens=128), "prompt: 1 tokens and 128 new ones exceed the model's context of 128"),
         (dict(max_new_tokens=101), "1 tokens and 101 new ones need 26 pages; .*pages_per_request = 25"),
         (dict(max_new_tokens=80), "prompt: 20 pages needed; the pool has num_pages = 19"),
