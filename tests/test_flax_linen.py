@@ -262,7 +262,7 @@ def test_scan_over_layers_equals_a_loop(rng):
     state = fresh_state(policy, 2, 8, 2, rows=2, tokens=16, layers=layers)
     table, caches = state.table, state.layers
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
-    one = jnp.ones(2, jnp.int32)
+    one, extend = jnp.ones(2, jnp.int32), jax.jit(h2o_jax.extend)
     variables = jax.jit(stack.init)(jax.random.key(0), jnp.ones((2, 1, FEATURES)), stacked, table, one)
     spec = nn.get_partition_spec(variables)["params"]["H2OAttention_0"]
     assert spec["q_proj"]["kernel"] == PartitionSpec("layers", "embed", "heads")
@@ -272,7 +272,7 @@ def test_scan_over_layers_equals_a_loop(rng):
     each = [jax.tree.map(lambda leaf: leaf[i], variables) for i in range(layers)]
     caches = list(caches)
     for _ in range(12):  # 6 pages of 2, over the budget of 3
-        table, _ = h2o_jax.extend(table, one)
+        table, _ = extend(table, one)
         x = jnp.asarray(rng.standard_normal((2, 1, FEATURES)), jnp.float32)
         got, stacked = scanned(variables, x, stacked, table, one)
         for i in range(layers):

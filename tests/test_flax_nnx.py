@@ -235,6 +235,7 @@ def test_scan_over_layers_equals_a_loop(rng):
     """Stacked modules under nnx.jit and nnx.scan, each with its cache; the names have an axis of layers."""
     layers, transform = 2, {nnx.PARTITION_NAME: "layers"}
 
+    @nnx.jit
     @nnx.split_rngs(splits=layers)
     @nnx.vmap(transform_metadata=transform)
     def build(rngs):
@@ -264,9 +265,9 @@ def test_scan_over_layers_equals_a_loop(rng):
     table, caches = state.table, list(state.layers)
     each = [jax.tree.map(lambda leaf: leaf[i], parameters) for i in range(layers)]
     stacked_caches = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
-    one = jnp.ones(2, jnp.int32)
+    one, extend = jnp.ones(2, jnp.int32), jax.jit(h2o_jax.extend)
     for _ in range(12):  # 6 pages of 2, over the budget of 3
-        table, _ = h2o_jax.extend(table, one)
+        table, _ = extend(table, one)
         x = jnp.asarray(rng.standard_normal((2, 1, 16)), jnp.float32)
         got, stacked_caches = scanned(stacked, table, stacked_caches, x, one)
         for i in range(layers):
