@@ -50,11 +50,10 @@ def linen_loop(case):
 
 
 @functools.cache
-def outcome(name, dtype=None):
+def outcome(name):
     """Outputs and number of traces of the NNX module."""
-    case = dataclasses.replace(CASES[name], dtype=dtype)
-    loop, parameters = nnx_loop(case)
-    return loop.run(parameters, case), loop.traces
+    loop, parameters = nnx_loop(CASES[name])
+    return loop.run(parameters, CASES[name]), loop.traces
 
 
 def valid(first, outs):
@@ -104,17 +103,16 @@ def test_linen_equals_nnx_to_the_bit(name):
 
 
 def test_bfloat16_computation_of_float32_parameters():
-    name = "G4-all-gqa-h2o-tokens"
-    case = dataclasses.replace(CASES[name], dtype="bfloat16")
-    got, _ = outcome(name, "bfloat16")
-    loop, parameters = linen_loop(case)
-    assert {x.dtype for x in jax.tree.leaves(parameters)} == {jnp.dtype(jnp.float32)}
-    for x, y, exact in zip(valid(*loop.run(parameters, case)), valid(*got), valid(*outcome(name)[0])):
+    """The same bits in both modules, norms included, a few roundings of 2^-9 from float64."""
+    case = Case(bias=True, qk_norm="rms", rope=True, dtype="bfloat16")
+    exact = Oracle(case, case.parameters()).run()
+    runs = [loop.run(parameters, case) for loop, parameters in (nnx_loop(case), linen_loop(case))]
+    for x, y, expected in zip(valid(*runs[0]), valid(*runs[1]), valid(*exact)):
         assert x.dtype == y.dtype == jnp.bfloat16
         np.testing.assert_array_equal(x, y)
-        # Selection may differ from that of float32, so the steps are compared as a whole.
-        error = np.sqrt(np.square(np.asarray(x, np.float32) - exact).mean() / np.square(exact).mean())
-        assert 1e-4 < error < 0.1
+        error = np.abs(np.asarray(x, np.float64) - expected).max() / np.abs(expected).max()
+        assert 1e-3 < error < 0.05
+    assert {x.dtype for x in jax.tree.leaves(case.parameters())} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize("name", CASES)
