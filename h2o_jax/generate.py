@@ -109,6 +109,7 @@ class GenerationLoop:
         implementation: str | None = None,
     ):
         check_options(max_new_tokens, temperature, top_p)
+        max_new_tokens = int(max_new_tokens)  # a narrow NumPy integer would wrap in sums
         if config is not None and page_size is not None:
             raise ValueError("page_size: expected None beside config, which has its own")
         prompts = _check_prompts(prompts, model.config.vocab_size)

@@ -80,7 +80,7 @@ class Server:
         if not is_integer(prefill_chunk, 2):  # one token would be a decode step
             raise ValueError(f"prefill_chunk: expected an integer >= 2, got {prefill_chunk!r}")
         self.config = config
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk = int(prefill_chunk)  # a narrow NumPy integer would wrap in sums
         self._vocab_size = model.config.vocab_size
         self._context = model.config.max_position_embeddings
         graphdef, self._params = nnx.split(model)
@@ -125,6 +125,7 @@ class Server:
                 the whole pool, so that it could never run. Nothing has changed then.
         """
         check_max_new_tokens(max_new_tokens)
+        max_new_tokens = int(max_new_tokens)
         tokens = check_prompt("prompt", prompt, self._vocab_size).tolist()
         pages = check_room("prompt", len(tokens), max_new_tokens, self._context, self.config)
         if pages > self.config.num_pages:
