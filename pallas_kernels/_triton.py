@@ -82,6 +82,12 @@ def power_of_two_pieces(size: int) -> tuple[tuple[int, int], ...]:
     return tuple(pieces)
 
 
+def load_window(start_ref, stop_ref, row, num_logical: int) -> tuple[jax.Array, jax.Array]:
+    """A row's window `[start, stop)` of logical pages, within the row's M; empty where start == stop."""
+    start = jnp.clip(start_ref[row], 0, num_logical)
+    return start, jnp.clip(stop_ref[row], start, num_logical)
+
+
 def load_rows(ref, index: tuple, keep: jax.Array | None, *, interpret: bool, **options) -> jax.Array:
     """`ref[index]` where `keep`, else 0; nothing is read where `keep` is False.
 

@@ -95,6 +95,14 @@ def test_more_pages_than_groups():
     np.testing.assert_array_equal(got, expected(scores, [0], [300], 140))
 
 
+@pytest.mark.parametrize("num_logical", [50, 300])
+def test_a_window_past_the_row_ends_with_it(num_logical):
+    """The groups of a longer row are no more than its pages; scores are below those of memory read as 0."""
+    scores = np.linspace(-2, -1, num_logical, dtype=np.float32)[None, None]
+    got = compiled(9, True)(jnp.asarray(scores), jnp.asarray([0], jnp.int32), jnp.asarray([900], jnp.int32))
+    np.testing.assert_array_equal(got, expected(scores, [0], [num_logical], 9))
+
+
 @pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=GPU_MARKS)])
 def test_repeats_are_equal(implementation):
     case = next(case for case in LARGE_CASES if case.id == "bench-r64-m131072-k4096")

@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels._queries import QueryTerms, load_queries
 from pallas_kernels._triton import (
     load_rows,
+    load_window,
     next_power_of_two,
     pallas_call,
     power_of_two_pieces,
@@ -137,11 +138,6 @@ def decayed_softmax_scores(
     )(scores, logits, peak, total, pages, start, stop)
 
 
-def _window(start_ref, stop_ref, row, num_logical):
-    start = jnp.clip(start_ref[row], 0, num_logical)
-    return start, jnp.clip(stop_ref[row], start, num_logical)
-
-
 def _logits_kernel(
     q_ref,  # [B, Hq, D]
     k_ref,  # [num_pages, Hkv, 1, D]
@@ -160,7 +156,7 @@ def _logits_kernel(
 ):
     head, chunk, row = (pl.program_id(i) for i in range(3))
     num_pages, head_dim = k_ref.shape[0], k_ref.shape[3]
-    start, stop = _window(start_ref, stop_ref, row, pages_ref.shape[1])
+    start, stop = load_window(start_ref, stop_ref, row, pages_ref.shape[1])
     first = chunk * tiles.tiles
     last = first + tiles.tiles
     begin = jnp.clip(start // tiles.tokens, first, last)
@@ -225,7 +221,7 @@ def _join_kernel(
     interpret,
 ):
     head, row = pl.program_id(0), pl.program_id(1)
-    start, stop = _window(start_ref, stop_ref, row, num_logical)
+    start, stop = load_window(start_ref, stop_ref, row, num_logical)
     kept = peak_ref.shape[2]
     g = jnp.arange(next_power_of_two(kept), dtype=jnp.int32)
 
@@ -263,7 +259,7 @@ def _update_kernel(
     num_pages = scores_ref.shape[0]
     num_logical = pages_ref.shape[1]
     num_kv_heads = logits_ref.shape[1]
-    start, stop = _window(start_ref, stop_ref, row, num_logical)
+    start, stop = load_window(start_ref, stop_ref, row, num_logical)
     position = tile * tokens + jnp.arange(tokens, dtype=jnp.int32)
     inside = (position >= start) & (position < stop)
     head = jnp.arange(next_power_of_two(num_kv_heads), dtype=jnp.int32)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._queries import QueryTerms, join_rows, load_queries
-from pallas_kernels._triton import load_rows, pallas_call, power_of_two_pieces
+from pallas_kernels._triton import load_rows, load_window, pallas_call, power_of_two_pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +107,7 @@ def _kernel(
     head, chunk, row = (pl.program_id(i) for i in range(3))
     num_pages, head_dim = summaries_ref.shape[0], summaries_ref.shape[3]
     num_logical = pages_ref.shape[1]
-    start = jnp.clip(start_ref[row], 0, num_logical)
-    stop = jnp.clip(stop_ref[row], start, num_logical)
+    start, stop = load_window(start_ref, stop_ref, row, num_logical)
     # Tiles [first, last) are this program's, [begin, end) of them meet the window.
     first = chunk * tiles.tiles
     last = first + tiles.tiles

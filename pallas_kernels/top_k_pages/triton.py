@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels._triton import load_rows, next_power_of_two, pallas_call, store_rows
+from pallas_kernels._triton import load_rows, load_window, next_power_of_two, pallas_call, store_rows
 from pallas_kernels.top_k_pages.keys import ABSENT, LOWEST, order_preserving_key
 
 MOST_ENTRIES = 32768  # of a program, since two counts share an int32
@@ -73,6 +73,7 @@ def top_k_pages(scores, start, stop, *, k, interpret: bool, tiles: Tiles | None 
             stop,
             chosen,
             k=min(k, levels[level]) if level else k,
+            num_logical=levels[0],
             num_entries=levels[level],
             span=tiles.fan**level,
             tiles=tiles,
@@ -116,7 +117,7 @@ def _maxima(scores, start, stop, levels, tiles, interpret):
     )(scores, start, stop)
 
 
-def _choose(values, start, stop, groups, *, k, num_entries, span, tiles, interpret):
+def _choose(values, start, stop, groups, *, k, num_logical, num_entries, span, tiles, interpret):
     """The k best entries of a level, among all or among the members of chosen groups: [B, Hkv, k] int32."""
     batch, num_kv_heads, _ = values.shape
     if groups is None:
@@ -125,7 +126,13 @@ def _choose(values, start, stop, groups, *, k, num_entries, span, tiles, interpr
         shape = (max(16, next_power_of_two(groups.shape[2])), tiles.fan)
     return pallas_call(
         functools.partial(
-            _choose_kernel, k=k, num_entries=num_entries, span=span, shape=shape, interpret=interpret
+            _choose_kernel,
+            k=k,
+            num_logical=num_logical,
+            num_entries=num_entries,
+            span=span,
+            shape=shape,
+            interpret=interpret,
         ),
         grid=(num_kv_heads, batch),
         out_shape=jax.ShapeDtypeStruct((batch, num_kv_heads, k), jnp.int32),
@@ -133,11 +140,6 @@ def _choose(values, start, stop, groups, *, k, num_entries, span, tiles, interpr
         interpret=interpret,
         name="top_k_choose" if span == 1 else "top_k_groups",
     )(values, start, stop, *(() if groups is None else (groups,)))
-
-
-def _window(start_ref, stop_ref, row, num_logical):
-    start = jnp.clip(start_ref[row], 0, num_logical)
-    return start, jnp.clip(stop_ref[row], start, num_logical)
 
 
 def _maxima_kernel(
@@ -150,7 +152,7 @@ def _maxima_kernel(
 ):
     index, head, row = (pl.program_id(i) for i in range(3))
     num_logical = scores_ref.shape[2]
-    start, stop = _window(start_ref, stop_ref, row, num_logical)
+    start, stop = load_window(start_ref, stop_ref, row, num_logical)
     first = index * tiles.chunk
 
     @pl.when((start < stop) & (first < stop) & (first + tiles.chunk > start))
@@ -172,6 +174,7 @@ def _choose_kernel(
     stop_ref,  # [B]
     *refs,  # chosen groups [B, Hkv, K] int32, each of `fan` entries of this level, if any; out [B, Hkv, k]
     k,
+    num_logical,
     num_entries,
     span,
     shape,
@@ -195,7 +198,7 @@ def _choose_kernel(
     if span == 1:
         key = order_preserving_key(key)
 
-    start, stop = _window(start_ref, stop_ref, row, num_entries if span == 1 else 2**31 - 1)
+    start, stop = load_window(start_ref, stop_ref, row, num_logical)
     first = start // span
     present = jnp.where(start < stop, (stop + span - 1) // span - first, 0)  # entries that meet the window
     # Unsigned, so that one comparison does for both ends.
