@@ -25,6 +25,7 @@ _CUSTOM_MATH = (
     "attn_weights_value_einsum_cls",
 )
 
+
 def matmul_precision(dtype) -> jax.lax.Precision | None:
     """HIGHEST where operands may be float32 (which a GPU would otherwise round to TF32), else None."""
     if dtype is None or jnp.dtype(dtype).itemsize >= 4:

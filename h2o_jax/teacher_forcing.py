@@ -12,10 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from h2o_jax.generate import GenerationLoop
+from h2o_jax.generate import GenerationLoop, advance
 from h2o_jax.policy import Policy
-from h2o_jax.pool import extend
-from h2o_jax.state import PagedState
 
 
 class Agreement(NamedTuple):
@@ -79,12 +77,10 @@ def _forced_decode(params, state, hidden, tokens, *, graphdef, policy, implement
     one = jnp.ones(1, jnp.int32)
 
     def step(state, token):
-        table, _ = extend(state.table, one)
-        state = PagedState(table, state.layers)
-        state, logits = model(
-            state, token.reshape(1, 1), one, policy=policy, implementation=implementation
+        state, last = advance(
+            model, state, token.reshape(1, 1), one, policy=policy, implementation=implementation
         )
-        return state, logits[0, 0]
+        return state, model.logits(last)[0]
 
     first = model.logits(hidden)
     _, rest = jax.lax.scan(step, state, tokens[:-1])

@@ -18,8 +18,7 @@ PROMPTS = [[5, 9, 33], [7] * 21, [1], [int(t) for t in np.random.default_rng(0).
 SCORING = [name for name in h2o_jax.list_policies() if name not in ("dense_attention", "sink_recent_attention")]
 
 
-@pytest.fixture(scope="module")
-def model():
+def tiny_model():
     config = LlamaConfig(
         architecture="llama",
         vocab_size=VOCAB,
@@ -32,6 +31,11 @@ def model():
         max_position_embeddings=128,
     )
     return Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
 
 
 DENSE = h2o_jax.get_policy("dense_attention")

@@ -16,30 +16,14 @@ import pytest
 from flax import nnx
 
 import h2o_jax
-from h2o_jax.models import Llama, LlamaConfig
+from tests.test_generate import tiny_model
 
-VOCAB = 61
 PROMPTS = ([5, 9, 33], [7] * 21, [1])
 STEPS = 40
 POLICIES = {
     "page": h2o_jax.get_policy("gqa_h2o_sparse_attention", top_k=2, reserved_eos=1),
     "token": h2o_jax.get_policy("h2o_token_sparse_attention", top_k=6),
 }
-
-
-def tiny_model():
-    config = LlamaConfig(
-        architecture="llama",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-    )
-    return Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
 def cache_config(model, policy, rows, max_tokens=128, num_pages=None):

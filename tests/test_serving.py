@@ -10,7 +10,8 @@ import pytest
 import h2o_jax
 from h2o_jax import generate as generate_module
 from h2o_jax.serving import Server, forward
-from tests.test_loops import POLICIES, VOCAB, cache_config, compilations, tiny_model
+from tests.test_generate import VOCAB, tiny_model
+from tests.test_loops import POLICIES, cache_config, compilations
 
 ROWS, NUM_REQUESTS, MAX_PROMPT, MAX_NEW = 8, 50, 60, 40
 CHUNK = 16
