@@ -15,7 +15,7 @@ from h2o_jax.state import LayerCache, PageTable
 from pallas_kernels import paged_attention, top_k_pages
 from pallas_kernels import write_pages as write_pages_op
 from pallas_kernels._checks import check_dtype, check_queries, check_row_ints, check_shape
-from pallas_kernels._paging import window_mask
+from pallas_kernels._paging import list_pages, window_mask
 
 
 @jax.tree_util.register_dataclass
@@ -181,29 +181,27 @@ def select_pages(
         stop=jnp.where(sparse, in_use - policy.reserved_eos, 0),
     )
 
-    scores = jnp.full((batch, num_kv_heads, num_logical), -jnp.inf, jnp.float32)
-    entry = jnp.arange(budget, dtype=jnp.int32)
-    pages = jnp.where(entry < in_use[:, None], entry, table.num_pages)[:, None]  # all pages in use
-    pages = jnp.broadcast_to(pages, (batch, num_kv_heads, budget))
-    if budget < num_logical:  # else no row can outgrow the budget
-        between = []
-        if policy.top_k > 0:
-            cache, scores = policy.score(cache, table, q, window, implementation=implementation)
-            check_shape("score() of the policy", scores, (batch, num_kv_heads, num_logical), "[B, Hkv, M]")
-            scores = scores.astype(jnp.float32)
-            between = [
-                top_k_pages(scores, window.start, window.stop, k=policy.top_k, implementation=implementation)
-            ]
-            # For the caller alone, and so not computed where it goes unused: `top_k_pages` knows the window.
-            inside = window_mask(window.start, window.stop, num_logical)
-            scores = jnp.where(inside[:, None], scores, -jnp.inf)
-        first = jnp.arange(policy.reserved_bos, dtype=jnp.int32)[None]
-        last = window.stop[:, None] + jnp.arange(policy.reserved_eos, dtype=jnp.int32)
-        first, last = (
-            jnp.broadcast_to(x[:, None], (batch, num_kv_heads, x.shape[-1])) for x in (first, last)
+    if policy.top_k > 0 and budget < num_logical:
+        cache, scores = policy.score(cache, table, q, window, implementation=implementation)
+        check_shape("score() of the policy", scores, (batch, num_kv_heads, num_logical), "[B, Hkv, M]")
+        scores = scores.astype(jnp.float32)
+        pages = top_k_pages(
+            scores,
+            window.start,
+            window.stop,
+            k=policy.top_k,
+            in_use=in_use,
+            reserved=policy.reserved_bos + policy.reserved_eos,
+            filler=table.num_pages,
+            implementation=implementation,
         )
-        chosen = jnp.concatenate([first, *between, last], axis=-1)
-        pages = jnp.where(sparse[:, None, None], chosen, pages)
+        # For the caller alone, and so not computed where it goes unused: `top_k_pages` knows the window.
+        inside = window_mask(window.start, window.stop, num_logical)
+        scores = jnp.where(inside[:, None], scores, -jnp.inf)
+    else:  # nothing to choose, or no row can outgrow the budget
+        scores = jnp.full((batch, num_kv_heads, num_logical), -jnp.inf, jnp.float32)
+        none = jnp.zeros((batch, num_kv_heads, 0), jnp.int32)
+        pages = list_pages(none, window.start, window.stop, in_use, width=budget, filler=table.num_pages)
 
     counts = jnp.broadcast_to(jnp.minimum(in_use, budget)[:, None], (batch, num_kv_heads))
     return cache, Selection(pages=pages, counts=counts, scores=scores)

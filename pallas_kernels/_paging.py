@@ -31,6 +31,33 @@ def window_mask(start: jax.Array, stop: jax.Array, num_logical: int) -> jax.Arra
     return (logical >= start[:, None]) & (logical < stop[:, None])
 
 
+def list_pages(
+    chosen: jax.Array, start: jax.Array, stop: jax.Array, in_use: jax.Array, *, width: int, filler: int
+) -> jax.Array:
+    """Each row's pages before the window, the chosen ones in it, and those after it.
+
+    Args:
+        chosen: [B, Hkv, k] int32, the first `min(k, stop - start)` of them pages of the window, ascending.
+        start, stop: [B] int32 window; where it is empty, all pages in use are listed.
+        in_use: [B] int32 pages in use.
+        width: length of the list.
+        filler: what stands past the last page.
+
+    Returns:
+        [B, Hkv, width] int32.
+    """
+    k = chosen.shape[2]
+    start, stop, in_use = (
+        x[:, None, None] for x in (jnp.where(start < stop, start, 0), jnp.where(start < stop, stop, 0), in_use)
+    )
+    entry = jnp.arange(width, dtype=jnp.int32)
+    after = entry - start - jnp.minimum(k, stop - start)  # place among the pages after the window
+    room = jnp.pad(chosen, ((0, 0), (0, 0), (0, max(width - k, 0))))
+    inside = jnp.take_along_axis(room, jnp.maximum(entry - start, 0), axis=2)
+    page = jnp.where(entry < start, entry, jnp.where(after < 0, inside, stop + after))
+    return jnp.where((after < 0) | (stop + after < in_use), page, filler)
+
+
 def group_queries(q: jax.Array, num_kv_heads: int, group: str = "max") -> jax.Array:
     """Queries by KV head, float32: `[B, Hq, D]` -> `[B, Hkv, G, D]`; for "mean" their mean over g, G = 1."""
     b, hq, d = q.shape

@@ -108,7 +108,7 @@ GOOD = {
         "scale": 1.0,
         "group": "mean",
     },
-    "top_k_pages": {"scores": array(3, 2, 8), "start": ints(3), "stop": ints(3), "k": 2},
+    "top_k_pages": {"scores": array(3, 2, 8), "start": ints(3), "stop": ints(3), "in_use": ints(3), "k": 2},
     "paged_attention": {
         "q": array(3, 4, 8),
         "k_pool": array(16, 2, 4, 8),
@@ -360,6 +360,8 @@ def test_a_config_is_a_static_argument():
         ("top_k_pages", {"k": 0}, "k: expected a positive integer, got 0"),
         ("top_k_pages", {"k": True}, "k: expected a positive integer, got True"),
         ("top_k_pages", {"k": 2.0}, "k: expected a positive integer, got 2.0"),
+        ("top_k_pages", {"reserved": -1}, "reserved: expected an integer >= 0, got -1"),
+        ("top_k_pages", {"reserved": 3, "in_use": None}, "reserved: expected 0 without in_use, got 3"),
         ("envelope_scores", {"group": "sum"}, r"group: expected one of \('mean', 'max'\), got 'sum'"),
         ("decayed_softmax_scores", {"group": None}, r"group: expected one of \('mean', 'max'\), got None"),
         ("envelope_scores", {"kinds": ("max", "mean")}, "kinds: expected one of"),

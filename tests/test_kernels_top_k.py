@@ -48,8 +48,14 @@ def test_parity(implementation, case):
 
 
 @functools.cache
-def compiled(k, interpret):
-    return jit(functools.partial(triton.top_k_pages, k=k, interpret=interpret, tiles=SMALL))
+def compiled(k, interpret, listed=False):
+    def call(scores, start, stop, in_use=None):
+        options = dict(reserved=5, filler=-1) if listed else dict(reserved=0, filler=scores.shape[2])
+        return triton.top_k_pages(
+            scores, start, stop, in_use, k=k, **options, interpret=interpret, tiles=SMALL
+        )
+
+    return jit(call)
 
 
 ABOVE_ONE = float(np.nextafter(np.float32(1), np.float32(2)))
@@ -86,6 +92,18 @@ def test_long_rows(kind, interpret):
         arrays = make(case)
         got = np.asarray(compiled(k, interpret)(**arrays))
         np.testing.assert_array_equal(got, expected(*(np.asarray(x) for x in arrays.values()), k))
+
+
+@pytest.mark.parametrize("interpret", BOTH)
+def test_long_rows_list_what_surrounds_the_window(interpret):
+    arrays = make(Case("long", 40, 300, ((1, 296), (4, 44), (2, 20), (0, 300), (0, 0), (0, 0)), num_kv_heads=1))
+    in_use = np.array([300, 45, 25, 300, 7, 0])
+    got = np.asarray(compiled(40, interpret, listed=True)(**arrays, in_use=jnp.asarray(in_use, jnp.int32)))
+    scores, start, stop = (np.asarray(x) for x in arrays.values())
+    for row, chosen in enumerate(expected(scores, start, stop, 40)[:, 0]):
+        outside = np.r_[: start[row], stop[row] : in_use[row]]
+        pages = np.sort(np.r_[outside, chosen[chosen < 300]])
+        np.testing.assert_array_equal(got[row, 0], np.pad(pages, (0, 45 - len(pages)), constant_values=-1))
 
 
 def test_more_pages_than_groups():

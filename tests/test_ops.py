@@ -16,6 +16,7 @@ from pallas_kernels import decayed_softmax_scores, envelope_scores, paged_attent
 
 KINDS = [("mean", "max", "min"), ("max", "min"), ("mean",)]
 STATIC = ("kinds", "group", "w_avg", "w_peak", "decay", "scale", "k", "implementation", "summary_kinds")
+STATIC += ("reserved", "filler")
 
 PAGES, HEADS, GROUP, SIZE = 9, 2, 3, 8  # physical pages, KV heads, G, D
 # Rows: whole; empty window; with entries that are no page; longer than its window; window past the row.
@@ -200,12 +201,19 @@ def test_top_k_pages_in_windows(k, implementation):
     scores = rng.integers(-2, 3, (len(bounds), 2, 6)).astype(np.float32)  # ties abound
     scores[rng.random(scores.shape) < 0.2] = np.nan
     start, stop = np.array(bounds, np.int32).T
+    in_use = np.tile(np.array([0, 4, 6], np.int32), len(bounds))[: len(bounds)]
     got = jitted(top_k_pages, scores, start, stop, k=k, implementation=implementation)
+    listed = jitted(
+        top_k_pages, scores, start, stop, k=k, in_use=in_use, reserved=2, filler=99, implementation=implementation
+    )
     for row, (a, b) in enumerate(bounds):
+        window = range(max(a, 0), min(b, 6))
+        before, after = (window.start, window.stop) if window else (0, 0)
         for head in range(2):
-            expected = reference.top_pages(scores[row, head], range(max(a, 0), min(b, 6)), k)
-            expected += [6] * (k - len(expected))
-            assert got[row, head].tolist() == expected, (a, b, scores[row, head])
+            expected = reference.top_pages(scores[row, head], window, k)
+            assert got[row, head].tolist() == expected + [6] * (k - len(expected)), (a, b, scores[row, head])
+            expected = [*range(before), *expected, *range(after, in_use[row])] + [99] * (k + 2)
+            assert listed[row, head].tolist() == expected[: k + 2], (a, b, in_use[row], scores[row, head])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -59,10 +59,12 @@ class Tiles:
         return min(16, max(4, entries // self.warp))
 
 
-def top_k_pages(scores, start, stop, *, k, interpret: bool, tiles: Tiles | None = None):
+def top_k_pages(
+    scores, start, stop, in_use, *, k, reserved, filler, interpret: bool, tiles: Tiles | None = None
+):
     tiles = Tiles() if tiles is None else tiles
     if 0 in scores.shape:
-        return jnp.full((*scores.shape[:2], k), scores.shape[2], jnp.int32)
+        return jnp.full((*scores.shape[:2], k + reserved), filler, jnp.int32)
     levels = _levels(scores.shape[2], k, tiles)
     values = [scores, *_maxima(scores, start, stop, levels, tiles, interpret)]
     chosen = None
@@ -72,7 +74,10 @@ def top_k_pages(scores, start, stop, *, k, interpret: bool, tiles: Tiles | None 
             start,
             stop,
             chosen,
+            None if level else in_use,
             k=min(k, levels[level]) if level else k,
+            reserved=0 if level else reserved,
+            filler=levels[level] if level else filler,
             num_logical=levels[0],
             num_entries=levels[level],
             span=tiles.fan**level,
@@ -117,8 +122,10 @@ def _maxima(scores, start, stop, levels, tiles, interpret):
     )(scores, start, stop)
 
 
-def _choose(values, start, stop, groups, *, k, num_logical, num_entries, span, tiles, interpret):
-    """The k best entries of a level, among all or among the members of chosen groups: [B, Hkv, k] int32."""
+def _choose(
+    values, start, stop, groups, in_use, *, k, reserved, filler, num_logical, num_entries, span, tiles, interpret
+):
+    """The k best entries of a level, among all or among the members of chosen groups: [B, Hkv, k + reserved]."""
     batch, num_kv_heads, _ = values.shape
     if groups is None:
         shape = (max(16, next_power_of_two(num_entries)),)
@@ -128,6 +135,8 @@ def _choose(values, start, stop, groups, *, k, num_logical, num_entries, span, t
         functools.partial(
             _choose_kernel,
             k=k,
+            grouped=groups is not None,
+            filler=filler,
             num_logical=num_logical,
             num_entries=num_entries,
             span=span,
@@ -135,11 +144,11 @@ def _choose(values, start, stop, groups, *, k, num_logical, num_entries, span, t
             interpret=interpret,
         ),
         grid=(num_kv_heads, batch),
-        out_shape=jax.ShapeDtypeStruct((batch, num_kv_heads, k), jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((batch, num_kv_heads, k + reserved), jnp.int32),
         num_warps=tiles.warps(shape[0] if groups is None else shape[0] * shape[1]),
         interpret=interpret,
         name="top_k_choose" if span == 1 else "top_k_groups",
-    )(values, start, stop, *(() if groups is None else (groups,)))
+    )(values, start, stop, *(x for x in (groups, in_use) if x is not None))
 
 
 def _maxima_kernel(
@@ -172,18 +181,21 @@ def _choose_kernel(
     values_ref,  # [B, Hkv, N or more] float32 scores at level 0, int32 keys of groups' maxima above
     start_ref,  # [B]
     stop_ref,  # [B]
-    *refs,  # chosen groups [B, Hkv, K] int32, each of `fan` entries of this level, if any; out [B, Hkv, k]
+    *refs,  # chosen groups [B, Hkv, K] int32, each of `fan` entries of this level, if grouped; pages in use [B],
+    # if these are to be listed; out [B, Hkv, k + reserved]
     k,
+    grouped,
+    filler,
     num_logical,
     num_entries,
     span,
     shape,
     interpret,
 ):
-    *groups_refs, out_ref = refs
+    *refs, out_ref = refs
+    groups_ref = refs.pop(0) if grouped else None
     head, row = pl.program_id(0), pl.program_id(1)
-    if groups_refs:
-        (groups_ref,) = groups_refs
+    if grouped:
         nth = jnp.arange(shape[0], dtype=jnp.int32)
         wanted = groups_ref.shape[2]
         group = load_rows(groups_ref, (row, head, nth), nth < wanted, interpret=interpret)
@@ -191,7 +203,7 @@ def _choose_kernel(
         entry = group[:, None] * shape[1] + jnp.arange(shape[1], dtype=jnp.int32)[None]
     else:
         entry = jnp.arange(shape[0], dtype=jnp.int32)
-    whole = not groups_refs and shape[0] == num_entries
+    whole = not grouped and shape[0] == num_entries
     key = load_rows(
         values_ref, (row, head, entry), None if whole else entry < num_entries, interpret=interpret
     )
@@ -204,15 +216,21 @@ def _choose_kernel(
     # Unsigned, so that one comparison does for both ends.
     key = jnp.where((entry - first).astype(jnp.uint32) < present.astype(jnp.uint32), key, ABSENT)
 
-    place = jnp.arange(next_power_of_two(k), dtype=jnp.int32)
-    filler = jnp.full(place.shape, num_entries, jnp.int32)
-    store_rows(out_ref, (row, head, place), filler, (place >= present) & (place < k), interpret=interpret)
+    width = out_ref.shape[2]
+    place = jnp.arange(next_power_of_two(width), dtype=jnp.int32)
+    before, after, in_use = jnp.int32(0), stop, jnp.int32(0)  # pages before the window, the first one after it
+    if refs:
+        before, after, in_use = jnp.where(start < stop, start, 0), jnp.where(start < stop, stop, 0), refs[0][row]
+    ahead = place - before - jnp.minimum(present, k)
+    page = jnp.where(place < before, place, jnp.where(after + ahead < in_use, after + ahead, filler))
+    outside = (place < before) | (ahead >= 0)
+    store_rows(out_ref, (row, head, place), page, outside & (place < width), interpret=interpret)
 
     low = jnp.int32(LOWEST)
-    parts = groups_refs[0].shape[2] if groups_refs else max(next_power_of_two(k), 128)
+    parts = groups_ref.shape[2] if grouped else max(next_power_of_two(k), 128)
     if k <= parts <= key.size:
         # At least k parts of the row, or all that hold a key, reach the least of the parts' maxima.
-        padded = shape[0] if groups_refs else parts
+        padded = shape[0] if grouped else parts
         best = jnp.max(key.reshape(padded, key.size // padded), axis=1)
         low = jnp.maximum(low, jnp.min(jnp.where(jnp.arange(padded, dtype=jnp.int32) < parts, best, 2**31 - 1)))
     key, entry = key.reshape(-1), entry.reshape(-1)
@@ -222,7 +240,8 @@ def _choose_kernel(
     low, at_low, at_high = _search(key, low, jnp.max(key) + 1, at_low, k=k)
     ties = jnp.where(at_low <= k, k, k - at_high)
     chosen, place = _place(key, low, ties)
-    store_rows(out_ref, (row, head, place), entry, chosen, interpret=interpret)
+    place += before
+    store_rows(out_ref, (row, head, place), entry, chosen & (place < width), interpret=interpret)
 
 
 def _search(key, low, high, at_low, *, k):
