@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from h2o_jax import debug
 from h2o_jax._checks import check_new, check_policy, check_pool, resolve_scale
 from h2o_jax.policy import Policy, Window
 from h2o_jax.state import LayerCache, PageTable
@@ -120,6 +121,7 @@ def write_tokens(
     check_shape("v", v, k.shape, "[B, T, Hkv, D]")
     check_row_ints(table.pages.shape[0], num_tokens=num_tokens)
     check_policy(cache, policy)
+    debug.check_written(table, k, v, num_tokens)
     new_k, new_v, summaries, scores = write_pages_op(
         cache.k,
         cache.v,
@@ -185,6 +187,7 @@ def select_pages(
         cache, scores = policy.score(cache, table, q, window, implementation=implementation)
         check_shape("score() of the policy", scores, (batch, num_kv_heads, num_logical), "[B, Hkv, M]")
         scores = scores.astype(jnp.float32)
+        debug.check_scores(scores, window)
         pages = top_k_pages(
             scores,
             window.start,
@@ -252,6 +255,7 @@ def attend(
         scale=resolve_scale(scale, q.shape[-1]),
         implementation=implementation,
     )
+    debug.check_output(out)
     return out
 
 

@@ -7,6 +7,7 @@ KV heads, D head_dim.
 import jax
 import jax.numpy as jnp
 
+from h2o_jax import debug
 from h2o_jax._checks import check_new, resolve_scale
 from h2o_jax.decode import write_tokens
 from h2o_jax.policy import Policy
@@ -70,7 +71,9 @@ def prefill_attention(
     precision = "highest" if dtype == jnp.float32 else None  # float32 is not to run as TF32
     with jax.default_matmul_precision(precision):
         out = jax.nn.dot_product_attention(q.astype(dtype), keys, values, mask=mask[:, None], scale=scale)
-    return cache, jnp.where(real[..., None, None], out, 0).astype(q.dtype)
+    out = jnp.where(real[..., None, None], out, 0).astype(q.dtype)
+    debug.check_output(out)
+    return cache, out
 
 
 def _contiguous(pool: jax.Array, table: PageTable, cached: jax.Array, dtype) -> jax.Array:

@@ -4,11 +4,13 @@ Letters: B max_requests, M pages_per_request, P page_size, Hkv num_kv_heads, D h
 """
 
 import dataclasses
+import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from h2o_jax import memory
 from h2o_jax.config import CacheConfig
 from h2o_jax.policy import Policy
 
@@ -88,10 +90,23 @@ def init_state(config: CacheConfig, policy: Policy) -> PagedState:
 
     Raises:
         ValueError: the policy can't run with this page size, or a dense layer does not exist.
+        MemoryError: the device has too little memory left; the message says what was asked, and what would fit.
     """
     beyond = [i for i in policy.dense_layers if i >= config.num_layers]
     if beyond:
         raise ValueError(f"dense_layers: expected layers below num_layers = {config.num_layers}, got {beyond}")
+    try:
+        return jax.block_until_ready(_empty(config, policy))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the arrays made so far
+        shapes = jax.eval_shape(lambda: _empty(config, policy))
+        device = jax.config.jax_default_device or jax.local_devices()[0]
+        raise memory.out_of_memory(shapes, config.num_pages, memory.free(device)) from error
+
+
+def _empty(config: CacheConfig, policy: Policy) -> PagedState:
     b, m = config.max_requests, config.pages_per_request
     table = PageTable(
         pages=jnp.full((b, m), config.num_pages, jnp.int32),
@@ -137,28 +152,39 @@ def check_state(state: PagedState, config: CacheConfig) -> None:
             twice, leaked, or both free and owned; the message names row and entry.
     """
     _check_arrays(state, config)
-    table = state.table
+    check_table(state.table)
+
+
+def check_table(table: PageTable, where: str = "") -> None:
+    """Checks the values of a page table, of arrays on the host or the device.
+
+    Args:
+        table: the table to check.
+        where: what the messages begin with.
+
+    Raises:
+        ValueError: as `check_state`, of values.
+    """
     pages, seq_lens, free = (np.asarray(x) for x in (table.pages, table.seq_lens, table.free_pages))
-    num_free = int(table.num_free)
-    no_page = config.num_pages
+    num_free, no_page, page_size = int(table.num_free), table.num_pages, table.page_size
     if not 0 <= num_free <= no_page:
-        raise ValueError(f"table.num_free: expected 0 to {no_page}, got {num_free}")
+        raise ValueError(f"{where}table.num_free: expected 0 to {no_page}, got {num_free}")
 
     owner = np.full(no_page, -1, np.int64)  # place in `pages`, row-major, that owns a page
-    for row in range(config.max_requests):
-        length = int(seq_lens[row])
-        if not 0 <= length <= config.max_tokens:
-            raise ValueError(f"table.seq_lens, row {row}: expected 0 to {config.max_tokens}, got {length}")
-        in_use = -(-length // config.page_size)
+    for row, length in enumerate(seq_lens.tolist()):
+        most = pages.shape[1] * page_size
+        if not 0 <= length <= most:
+            raise ValueError(f"{where}table.seq_lens, row {row}: expected 0 to {most}, got {length}")
+        in_use = -(-length // page_size)
         for entry, page in enumerate(pages[row].tolist()):
-            where = f"table.pages, row {row}, entry {entry}"
+            place = f"{where}table.pages, row {row}, entry {entry}"
             if entry >= in_use:
                 if page != no_page:
-                    raise ValueError(f"{where}: expected NO_PAGE = {no_page} past {in_use} pages, got {page}")
+                    raise ValueError(f"{place}: expected NO_PAGE = {no_page} past {in_use} pages, got {page}")
             elif not 0 <= page < no_page:
-                raise ValueError(f"{where}: expected a page in [0, {no_page}), got {page}")
+                raise ValueError(f"{place}: expected a page in [0, {no_page}), got {page}")
             elif owner[page] >= 0:
-                raise ValueError(f"{where}: page {page} is already owned by {_place(owner[page], pages)}")
+                raise ValueError(f"{place}: page {page} is already owned by {_place(owner[page], pages)}")
             else:
                 owner[page] = row * pages.shape[1] + entry
 
@@ -167,7 +193,7 @@ def check_state(state: PagedState, config: CacheConfig) -> None:
     if bad.size:
         entry = bad[0]
         raise ValueError(
-            f"table.free_pages, entry {entry}: expected a page in [0, {no_page}), got {stack[entry]}"
+            f"{where}table.free_pages, entry {entry}: expected a page in [0, {no_page}), got {stack[entry]}"
         )
     count = np.bincount(stack, minlength=no_page)
     for problem, message in (
@@ -178,7 +204,7 @@ def check_state(state: PagedState, config: CacheConfig) -> None:
         if problem.any():
             page = int(np.flatnonzero(problem)[0])
             by = f" {_place(owner[page], pages)}" if message.endswith("by") else ""
-            raise ValueError(f"table.free_pages: page {page} {message}{by}")
+            raise ValueError(f"{where}table.free_pages: page {page} {message}{by}")
 
 
 def _place(index: int, pages: np.ndarray) -> str:

@@ -80,3 +80,43 @@ def test_gpu_falls_back_and_says_why(on, monkeypatch):
     on("gpu")
     monkeypatch.setattr(pallas_kernels, "top_k_pages", refusing("pallas", "pallas_interpret"))
     assert info.chosen_implementation("top_k_pages") == "xla: 'pallas' can't: pallas has no head_dim 128"
+
+
+SIZES = "num_layers=4 num_kv_heads=2 head_dim=64 max_requests=2 pages_per_request=512".split()
+
+
+def test_config_says_what_a_state_takes(capsys):
+    options = ["--policy", "h2o_sparse_attention", "--dense-layers", "3"]
+    assert cli.main(["info", "--config", *SIZES, "page_size=16", *options]) == 0
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines() if line]
+    keys, summaries = 1024 * 2 * 16 * 64 * 2 * 2, 1024 * 2 * 3 * 64 * 2
+    table = 4 * (2 * 512 + 2 + 1024 + 1)
+    total = 4 * keys + 3 * summaries + table
+    assert shown == [
+        "each of 3 layers",
+        f"keys and values  {keys / 2**20:.2f} MiB",
+        f"summaries        {summaries / 2**10:.2f} KiB",
+        "each of 1 dense layers",
+        f"keys and values  {keys / 2**20:.2f} MiB",
+        "in all",
+        f"page table       {table / 2**10:.2f} KiB",
+        f"keys and values  {4 * keys / 2**20:.2f} MiB",
+        f"summaries        {3 * summaries / 2**20:.2f} MiB",
+        f"state            {total / 2**20:.2f} MiB, {total / 16384:,.0f} bytes a token",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (["num_layers=4"], "--config: num_kv_heads is missing"),
+        ([*SIZES, "pages=3"], "--config: unknown field 'pages'; the fields are num_layers, "),
+        ([*SIZES, "num_pages=many"], "--config: expected num_pages=NUMBER, got num_pages=many"),
+        ([*SIZES, "num_pages"], "--config: expected num_pages=NUMBER, got num_pages="),
+        ([*SIZES, "dtype=int8"], "CacheConfig.dtype: expected one of"),
+        ([*SIZES, "num_pages=0"], "CacheConfig.num_pages: expected a positive integer, got 0"),
+    ],
+)
+def test_a_config_is_checked(config, message, capsys):
+    assert cli.main(["info", "--config", *config]) == 2
+    assert message in capsys.readouterr().err

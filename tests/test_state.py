@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import h2o_jax
+from h2o_jax import memory
+from h2o_jax import state as state_module
 
 CONFIG = h2o_jax.CacheConfig(
     num_layers=2,
@@ -231,3 +233,35 @@ def test_check_state_names_summaries_of_a_wrong_shape(state, shape):
 def test_check_state_counts_the_layers(state):
     with pytest.raises(ValueError, match="layers: expected 2, got 1"):
         h2o_jax.check_state(dataclasses.replace(state, layers=state.layers[:1]), CONFIG)
+
+
+def test_a_state_that_does_not_fit_says_what_would(monkeypatch):
+    config = h2o_jax.CacheConfig(2, 8, 128, 16, 2**30, 4, 2**20, dtype=jnp.float32)  # 2^50 bytes and more
+    policy = h2o_jax.get_policy("h2o_sparse_attention", top_k=8)
+    with pytest.raises(MemoryError, match="^init_state: no room for .*keys and values 256.00 TiB, summaries 24.00 TiB$"):
+        h2o_jax.init_state(config, policy)
+    monkeypatch.setattr(memory, "free", lambda device: 3 * 2**30)
+    with pytest.raises(MemoryError, match="3.00 GiB are free, enough for about num_pages=[0-9]+ instead of 1073741824"):
+        h2o_jax.init_state(config, policy)
+
+
+def test_the_pages_that_would_fit_fit():
+    policy = h2o_jax.get_policy("h2o_sparse_attention", top_k=8)
+
+    def shapes(num_pages):
+        config = h2o_jax.CacheConfig(2, 8, 128, 16, num_pages, 4, 256)
+        return jax.eval_shape(lambda: h2o_jax.init_state(config, policy))
+
+    left = sum(memory.parts(shapes(1000)).values()) + 10_000
+    fits = int(re.search("num_pages=([0-9]+) ", str(memory.out_of_memory(shapes(9000), 9000, left)))[1])
+    assert sum(memory.parts(shapes(fits)).values()) <= left and 990 < fits <= 1000
+
+
+def test_another_error_is_not_taken_for_one_of_memory(monkeypatch):
+    def fail(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(state_module, "_empty", fail)
+    config = h2o_jax.CacheConfig(1, 1, 8, 2, 4, 1, 4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        h2o_jax.init_state(config, h2o_jax.get_policy("dense_attention"))

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError, MemoryError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("\nh2o-jax: interrupted", file=sys.stderr)

@@ -1,6 +1,7 @@
 """`h2o-jax info`: versions, devices, and which implementation of each op would be used here."""
 
 import argparse
+import dataclasses
 import functools
 import platform
 from collections.abc import Sequence
@@ -10,6 +11,11 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from h2o_jax import memory
+from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
+from h2o_jax.config import CacheConfig
+from h2o_jax.policy import Policy
+from h2o_jax.state import init_state
 from pallas_kernels._dispatch import IMPLEMENTATIONS, candidates
 
 PACKAGES = ("h2o-jax", "jax", "jaxlib", "flax", "numpy", "jax-triton", "gguf", "tokenizers")
@@ -21,17 +27,74 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "info",
         help="show versions, devices and kernels",
-        description="Shows versions, devices, and which implementation of each op runs here, and why.",
+        description="Shows versions, devices, and which implementation of each op runs here, and why. With "
+        "--config, the memory that a state of these sizes takes instead.",
     )
     parser.set_defaults(run=run)
+    fields = ", ".join(field.name for field in dataclasses.fields(CacheConfig))
+    parser.add_argument(
+        "--config", nargs="+", metavar="FIELD=VALUE", help=f"{fields}; default all rows' pages, in bfloat16"
+    )
+    add_policy_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax info --help`."""
+    if args.config is not None:
+        print("\n".join(section(*each) for each in state_memory(*_config(args))), end="")
+        return 0
     print(section("versions", versions()))
     print(section("devices", devices()))
     print(section("implementation of each op", implementations()))
     return 0
+
+
+def _config(args: argparse.Namespace) -> tuple[CacheConfig, Policy]:
+    """The config and the policy that the options name; ValueError where they name none."""
+    given = dict(part.partition("=")[::2] for part in args.config)
+    if args.page_size is None and "page_size" in given:
+        args.page_size = _integer("page_size", given["page_size"])
+    policy, page_size = policy_from_options(args)
+    known = [field.name for field in dataclasses.fields(CacheConfig)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--config: unknown field {name!r}; the fields are {', '.join(known)}")
+    sizes = {name: _integer(name, value) for name, value in given.items() if name != "dtype"}
+    sizes["page_size"] = page_size
+    for name in known:
+        if name not in sizes and name not in ("num_pages", "dtype"):
+            raise ValueError(f"--config: {name} is missing")
+    sizes.setdefault("num_pages", sizes["max_requests"] * sizes["pages_per_request"])
+    return CacheConfig(**sizes, dtype=given.get("dtype", "bfloat16")), policy
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--config: expected {name}=NUMBER, got {name}={text}") from None
+
+
+def state_memory(config: CacheConfig, policy: Policy) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Titles and lines: what a state takes for a layer of each kind, and in all."""
+    state = jax.eval_shape(lambda: init_state(config, policy))
+    dense = [i for i in policy.dense_layers if i < config.num_layers]
+    sparse = [i for i in range(config.num_layers) if i not in dense]
+    found = []
+    for kind, layers in (("", sparse), ("dense ", dense)):
+        if layers:
+            one = memory.parts(dataclasses.replace(state, layers=(state.layers[layers[0]],)))
+            del one["page table"]
+            found.append((f"each of {len(layers)} {kind}layers", _sizes(one)))
+    all_parts = memory.parts(state)
+    total = sum(all_parts.values())
+    a_token = total / (config.num_pages * config.page_size)
+    found.append(("in all", [*_sizes(all_parts), ("state", f"{memory.shown(total)}, {a_token:,.0f} bytes a token")]))
+    return found
+
+
+def _sizes(found: dict[str, int]) -> list[tuple[str, str]]:
+    return [(name, memory.shown(size)) for name, size in found.items()]
 
 
 def section(title: str, lines: Sequence[tuple[str, str]]) -> str:

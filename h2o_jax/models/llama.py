@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from h2o_jax import debug
 from h2o_jax.config import CacheConfig
 from h2o_jax.models.config import LlamaConfig
 from h2o_jax.nnx import H2OAttention, matmul_precision
@@ -145,14 +146,15 @@ class Llama(nnx.Module):
         x = self.embed(tokens)
         layers = []
         for index, (block, cache) in enumerate(zip(self.blocks, state.layers)):
-            cache, x = block(
-                cache,
-                state.table,
-                x,
-                num_tokens,
-                policy=policy.for_layer(index),
-                implementation=implementation,
-            )
+            with debug.layer(index):
+                cache, x = block(
+                    cache,
+                    state.table,
+                    x,
+                    num_tokens,
+                    policy=policy.for_layer(index),
+                    implementation=implementation,
+                )
             layers.append(cache)
         return PagedState(table=state.table, layers=tuple(layers)), self.norm(x)
 
