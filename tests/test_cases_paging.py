@@ -13,6 +13,7 @@ import pytest
 
 import h2o_jax
 from pallas_kernels import decayed_softmax_scores, envelope_scores, paged_attention, write_pages
+from tests.kernel_runs import jit
 from tests.test_cases_numbers import decode, empty, prefill
 from tests.test_cases_shapes import SCORING, check_attention
 
@@ -33,7 +34,7 @@ def jitted(op, **static):
 
 @functools.cache
 def _jitted(op, static):
-    return jax.jit(functools.partial(op, **dict(static)))
+    return jit(functools.partial(op, **dict(static)))
 
 
 def ints(*values):

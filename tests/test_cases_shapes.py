@@ -13,6 +13,7 @@ import pytest
 
 import h2o_jax
 from h2o_jax import reference
+from tests.kernel_runs import jit
 from tests import plain, tolerance
 
 POLICIES = {
@@ -99,7 +100,7 @@ def decode_after(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "implementation"))
+@functools.partial(jit, static_argnames=("config", "policy", "implementation"))
 def _decode_after(k, v, lengths, new_q, new_k, new_v, live, *, config, policy, implementation):
     options = {"policy": policy, "implementation": implementation}
     state = h2o_jax.init_state(config, policy)

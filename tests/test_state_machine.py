@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import h2o_jax
@@ -214,6 +215,7 @@ def owned(state):
     return dict(zip(pages[rows, entries].tolist(), rows.tolist()))
 
 
+@pytest.mark.slow
 def test_any_order_of_operations():
     settings = hypothesis.settings(
         max_examples=EXAMPLES,
