@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from h2o_jax.decode import decode_attention
+from h2o_jax.policy import is_integer
 from h2o_jax.prefill import prefill_attention
+from pallas_kernels._checks import check_row_ints, check_shape
 
 # Arguments of Flax's attention modules (NNX's, Linen's or both) that replace a part of its arithmetic.
 _CUSTOM_MATH = (
@@ -33,10 +35,16 @@ def matmul_precision(dtype) -> jax.lax.Precision | None:
     return None
 
 
-def resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, rope) -> tuple[int, int]:
-    """`num_kv_heads` and `head_dim` with their defaults; raises unless the sizes fit each other."""
+def resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, out_features, rope) -> tuple[int, int, int]:
+    """`num_kv_heads`, `head_dim` and `out_features` with their defaults; raises unless all sizes fit."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+    out_features = in_features if out_features is None else out_features
+    sizes = dict(in_features=in_features, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    sizes |= dict(head_dim=1 if head_dim is None else head_dim, out_features=out_features)
+    for name, size in sizes.items():
+        if not is_integer(size, 1):
+            raise ValueError(f"{name}: expected a positive integer; got {size!r}")
+    if num_heads % num_kv_heads:
         raise ValueError(
             "num_kv_heads: expected a divisor of num_heads; got "
             f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}"
@@ -50,7 +58,7 @@ def resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, rope) -> tuple
         head_dim = in_features // num_heads
     if rope is not None and rope.head_dim != head_dim:
         raise ValueError(f"rope: expected head_dim = {head_dim}; got head_dim = {rope.head_dim}")
-    return num_kv_heads, head_dim
+    return num_kv_heads, head_dim, out_features
 
 
 def resolve_norm(qk_norm) -> str | None:
@@ -69,11 +77,8 @@ def check_call(cache, table, x, num_tokens, policy, *, in_features, num_kv_heads
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(f"x: expected [B, T, {in_features}]; got shape {x.shape}")
     rows = x.shape[0]
-    if jnp.shape(num_tokens) != (rows,) or table.seq_lens.shape != (rows,):
-        raise ValueError(
-            f"num_tokens, table: expected {rows} rows as in x; got num_tokens {jnp.shape(num_tokens)}, "
-            f"seq_lens {table.seq_lens.shape}"
-        )
+    check_shape("table.seq_lens", table.seq_lens, (rows,), "[B] of x")
+    check_row_ints(rows, num_tokens=num_tokens)
     if (cache.k.shape[1], cache.k.shape[3]) != (num_kv_heads, head_dim):
         raise ValueError(
             f"cache: expected {num_kv_heads} KV heads of head_dim {head_dim}; "
@@ -83,7 +88,7 @@ def check_call(cache, table, x, num_tokens, policy, *, in_features, num_kv_heads
 
 def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
     """[B, T, H * D] to [B, T, H, D]."""
-    return x.reshape(*x.shape[:-1], -1, head_dim)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)  # no -1, for B or T may be 0
 
 
 def attend_new(cache, table, q, k, v, num_tokens, *, policy, rope, scale, implementation):

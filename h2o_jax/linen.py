@@ -144,8 +144,8 @@ class H2OAttention(nn.Module):
         """
         policy = self.policy if policy is None else policy
         in_features = jnp.shape(x)[-1]
-        num_kv_heads, head_dim = resolve_sizes(
-            in_features, self.num_heads, self.num_kv_heads, self.head_dim, self.rope
+        num_kv_heads, head_dim, out_features = resolve_sizes(
+            in_features, self.num_heads, self.num_kv_heads, self.head_dim, self.out_features, self.rope
         )
         check_call(
             cache,
@@ -183,7 +183,7 @@ class H2OAttention(nn.Module):
             implementation=implementation,
         )
         return cache, dense(
-            in_features if self.out_features is None else self.out_features,
+            out_features,
             use_bias=self.use_out_bias,
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,

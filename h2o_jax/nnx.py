@@ -75,8 +75,9 @@ class H2OAttention(nnx.Module):
         out_bias_init=None,
         rngs: nnx.Rngs,
     ):
-        num_kv_heads, head_dim = resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, rope)
-        out_features = in_features if out_features is None else out_features
+        num_kv_heads, head_dim, out_features = resolve_sizes(
+            in_features, num_heads, num_kv_heads, head_dim, out_features, rope
+        )
         self.in_features = in_features
         self.out_features = out_features
         self.num_heads = num_heads
