@@ -119,15 +119,23 @@ def attend_new(cache, table, q, k, v, num_tokens, *, policy, rope, scale, implem
     return cache, out.reshape(rows, length, num_heads * head_dim)
 
 
-def check_convertible(attention, flax_class: type) -> None:
-    """Raises unless an attention module of Flax's computes plain attention."""
+def check_convertible(attention, flax_class: type, *same: type) -> None:
+    """Raises unless an attention module of Flax's computes plain attention.
+
+    Args:
+        attention: the module.
+        flax_class: what it must be.
+        same: classes derived from that whose `__call__` computes the same.
+    """
     if not isinstance(attention, flax_class):
         raise ValueError(f"attention: expected a {flax_class.__name__}; got {type(attention).__name__}")
-    arguments = inspect.signature(flax_class.__init__).parameters
-    for name in _CUSTOM_MATH:
-        if hasattr(attention, name) and getattr(attention, name) != arguments[name].default:
-            got = getattr(attention, name)
-            raise ValueError(f"attention: {name} can't be carried over: expected the default; got {got!r}")
+    if not any(type(attention).__call__ is known.__call__ for known in (flax_class, *same)):
+        raise ValueError(
+            f"attention: __call__ can't be carried over: expected that of {flax_class.__name__}; "
+            f"got that of {type(attention).__name__}"
+        )
+    check_defaults("attention", attention, flax_class, _CUSTOM_MATH)
+    check_precision("attention", attention)
     if attention.dropout_rate > 0 and attention.deterministic is False:
         raise ValueError(
             "attention: dropout can't be carried over: expected dropout_rate = 0 or deterministic not "
@@ -135,23 +143,60 @@ def check_convertible(attention, flax_class: type) -> None:
         )
 
 
-def carried_parameters(use_bias: bool, normalize_qk: bool):
-    """What becomes of the parameters of an attention module of Flax's.
+def check_defaults(where: str, module, flax_class: type, names) -> None:
+    """Raises unless these attributes, where the module has them, are the defaults of its class."""
+    arguments = inspect.signature(flax_class.__init__).parameters
+    for name in names:
+        if hasattr(module, name) and getattr(module, name) != arguments[name].default:
+            got = getattr(module, name)
+            raise ValueError(f"{where}: {name} can't be carried over: expected the default; got {got!r}")
 
-    Yields:
-        (theirs, ours, name, axis): submodule there, submodule here, name of the parameter in both, and the
-        axis of its heads, which head_dim follows; None where it has none.
+
+def check_precision(where: str, module) -> None:
+    """Raises where the module's precision names an algorithm: others ask for no more than products have here."""
+    precision = module.precision
+    for value in precision if isinstance(precision, tuple) else (precision,):
+        try:
+            jax.lax.Precision(value)
+        except ValueError:
+            raise ValueError(
+                f"{where}: precision can't be carried over: expected None or a jax.lax.Precision; got {precision!r}"
+            ) from None
+
+
+# Submodule there, submodule here, and the axis of the heads, which head_dim follows, in kernel and bias.
+PROJECTIONS = (
+    ("query", "q_proj", 1, 0),  # [in, H, D] and [H, D]
+    ("key", "k_proj", 1, 0),
+    ("value", "v_proj", 1, 0),
+    ("out", "o_proj", 0, None),  # [H, D, out] and [out]
+)
+NORMS = (("query_ln", "q_norm"), ("key_ln", "k_norm"))
+
+
+def check_parameter(
+    where: str, array, part: str, name: str, *, in_features, num_heads, num_kv_heads, head_dim, out_features
+) -> None:
+    """Raises unless an array has the shape of parameter `name` of submodule `part` of Flax's attention.
+
+    Args:
+        where: its name in the message.
+        array: the parameter.
+        part, name: such as "query" and "kernel".
+        in_features, num_heads, num_kv_heads, head_dim, out_features: sizes; None for any.
     """
-    for theirs, ours in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
-        yield theirs, ours, "kernel", 1  # [in, H, D]
-        if use_bias:
-            yield theirs, ours, "bias", 0  # [H, D]
-    yield "out", "o_proj", "kernel", 0  # [H, D, out]
-    if use_bias:
-        yield "out", "o_proj", "bias", None
-    if normalize_qk:
-        yield "query_ln", "q_norm", "scale", None
-        yield "key_ln", "k_norm", "scale", None
+    heads, letter = (num_heads, "Hq") if part in ("query", "out") else (num_kv_heads, "Hkv")
+    if part in dict(NORMS):
+        shape, letters = (head_dim,), "[D]"
+    elif part == "out":
+        shape, letters = (heads, head_dim, out_features), f"[{letter}, D, out]"
+        if name == "bias":
+            shape, letters = (out_features,), "[out]"
+    else:
+        shape, letters = (in_features, heads, head_dim), f"[in, {letter}, D]"
+        if name == "bias":
+            shape, letters = (heads, head_dim), f"[{letter}, D]"
+    check_shape(where, array, shape, letters)
 
 
 def merge_heads(x: jax.Array, axis: int, names=()):
