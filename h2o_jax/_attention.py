@@ -153,14 +153,15 @@ def check_defaults(where: str, module, flax_class: type, names) -> None:
 
 
 def check_precision(where: str, module) -> None:
-    """Raises where the module's precision names an algorithm: others ask for no more than products have here."""
+    """Raises where the precision names an algorithm; others ask for no more than products have here."""
     precision = module.precision
     for value in precision if isinstance(precision, tuple) else (precision,):
         try:
             jax.lax.Precision(value)
         except ValueError:
             raise ValueError(
-                f"{where}: precision can't be carried over: expected None or a jax.lax.Precision; got {precision!r}"
+                f"{where}: precision can't be carried over: expected None or a jax.lax.Precision; "
+                f"got {precision!r}"
             ) from None
 
 

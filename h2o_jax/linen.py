@@ -97,8 +97,8 @@ class H2OAttention(nn.Module):
             The module and its parameters, for `module.apply({"params": params}, ...)`.
 
         Raises:
-            ValueError: not a MultiHeadDotProductAttention, something in it that can't be carried over, such as
-                a `__call__` of its own, or parameters that are not its own; the message names it.
+            ValueError: not a MultiHeadDotProductAttention, something in it that can't be carried over, or
+                parameters that are not its own; the message names it.
         """
         check_convertible(attention, nn.MultiHeadDotProductAttention, nn.SelfAttention)
         carried = list(_carried(attention))

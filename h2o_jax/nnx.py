@@ -25,9 +25,9 @@ from h2o_jax._attention import (
 )
 from h2o_jax.rope import RotaryEmbedding
 
-# Of Flax's attention and its projections: what `H2OAttention` takes, and what replaces a part of the arithmetic.
+# Of Flax's attention: what `H2OAttention` takes, and what in a projection replaces a part of its arithmetic.
 _SIZES = ("in_features", "num_heads", "num_kv_heads", "head_dim", "out_features")
-_CUSTOM_PROJECTION = ("batch_axis", "promote_dtype", "dot_general", "dot_general_cls", "preferred_element_type")
+_CUSTOM_LINEAR = ("batch_axis", "promote_dtype", "dot_general", "dot_general_cls", "preferred_element_type")
 _NORM_KINDS = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms"}
 
 
@@ -221,7 +221,7 @@ def _check_projection(attention, part, sizes) -> None:
     where, linear = f"attention.{part}", getattr(attention, part)
     if type(linear) is not nnx.LinearGeneral:
         raise ValueError(f"{where}: expected a LinearGeneral; got {type(linear).__name__}")
-    check_defaults(where, linear, nnx.LinearGeneral, _CUSTOM_PROJECTION)
+    check_defaults(where, linear, nnx.LinearGeneral, _CUSTOM_LINEAR)
     check_precision(where, linear)
     axis = (-2, -1) if part == "out" else (-1,)
     if linear.axis != axis:
@@ -251,7 +251,9 @@ def _check_part(attention, part, sizes) -> None:
     where, module = f"attention.{part}", getattr(attention, part)
     got, expected = (None if x.dtype is None else jnp.dtype(x.dtype).name for x in (module, attention))
     if got != expected:
-        raise ValueError(f"{where}: dtype can't be carried over: expected {expected} as in attention; got {got}")
+        raise ValueError(
+            f"{where}: dtype can't be carried over: expected {expected} as in attention; got {got}"
+        )
     for name in ("kernel", "scale", "bias"):
         variable = getattr(module, name, None)
         if variable is not None:

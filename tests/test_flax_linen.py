@@ -147,7 +147,7 @@ def changed(part, shape, name="kernel"):
         ({}, lambda params: {"params": params}, r"params: expected .*; got \['params/key/bias'"),
         ({}, changed("key", (12, 4, 5)), r"params\['key'\]\['kernel'\]: .*= \[12, \?, 3\], got \[12, 4, 5\]"),
         ({}, changed("key", (4, 4), "bias"), r"params\['key'\]\['bias'\]: .*D\] = \[4, 3\], got \[4, 4\]"),
-        ({}, changed("out", (3,), "bias"), r"params\['out'\]\['bias'\]: expected shape \[out\] = \[12\], got"),
+        ({}, changed("out", (3,), "bias"), r"params\['out'\]\['bias'\]: expected .* = \[12\], got"),
         ({}, lambda params: None, r"params: expected those of attention, \['key/bias', .*\]; got None"),
         ({}, changed("value", (12, 2, 3)), r"params\['value'\]\['kernel'\]: .*4, 3\], got \[12, 2, 3\]"),
     ],
@@ -179,7 +179,7 @@ class Renamed(nn.MultiHeadDotProductAttention):
 
 def test_from_attention_refuses_another_call():
     params = flax_attention()[1]
-    with pytest.raises(ValueError, match="attention: __call__ can't be carried over: .*; got that of Doubled"):
+    with pytest.raises(ValueError, match="attention: __call__ can't be carried over.*got that of Doubled"):
         H2OAttention.from_attention(Doubled(4), params)
     for same in (Renamed, nn.MultiHeadAttention, nn.SelfAttention):
         assert H2OAttention.from_attention(same(4), params)[0].head_dim == 3
