@@ -72,7 +72,7 @@ def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, c
     ("args", "message"),
     [
         (["--policy", "nope"], "unknown policy 'nope'; registered are sink_recent_attention, "),
-        (["--policy", "h2o_token_sparse_attention", "--page-size", "16"], "error: --page-size: expected 1 for h2o"),
+        (["--policy", "h2o_token_sparse_attention", "--page-size", "16"], "--page-size: expected 1 for h2o"),
         (["--page-size", "0"], "error: --page-size: expected a positive integer, got 0"),
         (["--top-k", "0"], "error: --top-k: expected an integer >= 1, got 0"),
         (["--reserved-eos", "0"], "error: --reserved-eos: expected an integer >= 1, got 0"),
