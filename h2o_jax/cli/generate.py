@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
