@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from h2o_jax.decode import decode_attention
+from h2o_jax.policy import is_integer
 from h2o_jax.prefill import prefill_attention
+from pallas_kernels._checks import check_row_ints, check_shape
 
 # Arguments of Flax's attention modules (NNX's, Linen's or both) that replace a part of its arithmetic.
 _CUSTOM_MATH = (
@@ -33,10 +35,16 @@ def matmul_precision(dtype) -> jax.lax.Precision | None:
     return None
 
 
-def resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, rope) -> tuple[int, int]:
-    """`num_kv_heads` and `head_dim` with their defaults; raises unless the sizes fit each other."""
+def resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, out_features, rope) -> tuple[int, int, int]:
+    """`num_kv_heads`, `head_dim` and `out_features` with their defaults; raises unless all sizes fit."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+    out_features = in_features if out_features is None else out_features
+    sizes = dict(in_features=in_features, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    sizes |= dict(head_dim=1 if head_dim is None else head_dim, out_features=out_features)
+    for name, size in sizes.items():
+        if not is_integer(size, 1):
+            raise ValueError(f"{name}: expected a positive integer; got {size!r}")
+    if num_heads % num_kv_heads:
         raise ValueError(
             "num_kv_heads: expected a divisor of num_heads; got "
             f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}"
@@ -50,7 +58,7 @@ def resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, rope) -> tuple
         head_dim = in_features // num_heads
     if rope is not None and rope.head_dim != head_dim:
         raise ValueError(f"rope: expected head_dim = {head_dim}; got head_dim = {rope.head_dim}")
-    return num_kv_heads, head_dim
+    return num_kv_heads, head_dim, out_features
 
 
 def resolve_norm(qk_norm) -> str | None:
@@ -69,11 +77,8 @@ def check_call(cache, table, x, num_tokens, policy, *, in_features, num_kv_heads
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(f"x: expected [B, T, {in_features}]; got shape {x.shape}")
     rows = x.shape[0]
-    if jnp.shape(num_tokens) != (rows,) or table.seq_lens.shape != (rows,):
-        raise ValueError(
-            f"num_tokens, table: expected {rows} rows as in x; got num_tokens {jnp.shape(num_tokens)}, "
-            f"seq_lens {table.seq_lens.shape}"
-        )
+    check_shape("table.seq_lens", table.seq_lens, (rows,), "[B] of x")
+    check_row_ints(rows, num_tokens=num_tokens)
     if (cache.k.shape[1], cache.k.shape[3]) != (num_kv_heads, head_dim):
         raise ValueError(
             f"cache: expected {num_kv_heads} KV heads of head_dim {head_dim}; "
@@ -83,7 +88,7 @@ def check_call(cache, table, x, num_tokens, policy, *, in_features, num_kv_heads
 
 def split_heads(x: jax.Array, head_dim: int) -> jax.Array:
     """[B, T, H * D] to [B, T, H, D]."""
-    return x.reshape(*x.shape[:-1], -1, head_dim)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)  # no -1, for B or T may be 0
 
 
 def attend_new(cache, table, q, k, v, num_tokens, *, policy, rope, scale, implementation):
@@ -114,15 +119,23 @@ def attend_new(cache, table, q, k, v, num_tokens, *, policy, rope, scale, implem
     return cache, out.reshape(rows, length, num_heads * head_dim)
 
 
-def check_convertible(attention, flax_class: type) -> None:
-    """Raises unless an attention module of Flax's computes plain attention."""
+def check_convertible(attention, flax_class: type, *same: type) -> None:
+    """Raises unless an attention module of Flax's computes plain attention.
+
+    Args:
+        attention: the module.
+        flax_class: what it must be.
+        same: classes derived from that whose `__call__` computes the same.
+    """
     if not isinstance(attention, flax_class):
         raise ValueError(f"attention: expected a {flax_class.__name__}; got {type(attention).__name__}")
-    arguments = inspect.signature(flax_class.__init__).parameters
-    for name in _CUSTOM_MATH:
-        if hasattr(attention, name) and getattr(attention, name) != arguments[name].default:
-            got = getattr(attention, name)
-            raise ValueError(f"attention: {name} can't be carried over: expected the default; got {got!r}")
+    if not any(type(attention).__call__ is known.__call__ for known in (flax_class, *same)):
+        raise ValueError(
+            f"attention: __call__ can't be carried over: expected that of {flax_class.__name__}; "
+            f"got that of {type(attention).__name__}"
+        )
+    check_defaults("attention", attention, flax_class, _CUSTOM_MATH)
+    check_precision("attention", attention)
     if attention.dropout_rate > 0 and attention.deterministic is False:
         raise ValueError(
             "attention: dropout can't be carried over: expected dropout_rate = 0 or deterministic not "
@@ -130,23 +143,61 @@ def check_convertible(attention, flax_class: type) -> None:
         )
 
 
-def carried_parameters(use_bias: bool, normalize_qk: bool):
-    """What becomes of the parameters of an attention module of Flax's.
+def check_defaults(where: str, module, flax_class: type, names) -> None:
+    """Raises unless these attributes, where the module has them, are the defaults of its class."""
+    arguments = inspect.signature(flax_class.__init__).parameters
+    for name in names:
+        if hasattr(module, name) and getattr(module, name) != arguments[name].default:
+            got = getattr(module, name)
+            raise ValueError(f"{where}: {name} can't be carried over: expected the default; got {got!r}")
 
-    Yields:
-        (theirs, ours, name, axis): submodule there, submodule here, name of the parameter in both, and the
-        axis of its heads, which head_dim follows; None where it has none.
+
+def check_precision(where: str, module) -> None:
+    """Raises where the precision names an algorithm; others ask for no more than products have here."""
+    precision = module.precision
+    for value in precision if isinstance(precision, tuple) else (precision,):
+        try:
+            jax.lax.Precision(value)
+        except ValueError:
+            raise ValueError(
+                f"{where}: precision can't be carried over: expected None or a jax.lax.Precision; "
+                f"got {precision!r}"
+            ) from None
+
+
+# Submodule there, submodule here, and the axis of the heads, which head_dim follows, in kernel and bias.
+PROJECTIONS = (
+    ("query", "q_proj", 1, 0),  # [in, H, D] and [H, D]
+    ("key", "k_proj", 1, 0),
+    ("value", "v_proj", 1, 0),
+    ("out", "o_proj", 0, None),  # [H, D, out] and [out]
+)
+NORMS = (("query_ln", "q_norm"), ("key_ln", "k_norm"))
+
+
+def check_parameter(
+    where: str, array, part: str, name: str, *, in_features, num_heads, num_kv_heads, head_dim, out_features
+) -> None:
+    """Raises unless an array has the shape of parameter `name` of submodule `part` of Flax's attention.
+
+    Args:
+        where: its name in the message.
+        array: the parameter.
+        part, name: such as "query" and "kernel".
+        in_features, num_heads, num_kv_heads, head_dim, out_features: sizes; None for any.
     """
-    for theirs, ours in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
-        yield theirs, ours, "kernel", 1  # [in, H, D]
-        if use_bias:
-            yield theirs, ours, "bias", 0  # [H, D]
-    yield "out", "o_proj", "kernel", 0  # [H, D, out]
-    if use_bias:
-        yield "out", "o_proj", "bias", None
-    if normalize_qk:
-        yield "query_ln", "q_norm", "scale", None
-        yield "key_ln", "k_norm", "scale", None
+    heads, letter = (num_heads, "Hq") if part in ("query", "out") else (num_kv_heads, "Hkv")
+    if part in dict(NORMS):
+        shape, letters = (head_dim,), "[D]"
+    elif part == "out":
+        shape, letters = (heads, head_dim, out_features), f"[{letter}, D, out]"
+        if name == "bias":
+            shape, letters = (out_features,), "[out]"
+    else:
+        shape, letters = (in_features, heads, head_dim), f"[in, {letter}, D]"
+        if name == "bias":
+            shape, letters = (heads, head_dim), f"[{letter}, D]"
+    check_shape(where, array, shape, letters)
 
 
 def merge_heads(x: jax.Array, axis: int, names=()):

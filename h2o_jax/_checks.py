@@ -5,15 +5,16 @@ import functools
 import jax
 
 from h2o_jax.config import CacheConfig
-from h2o_jax.policy import Policy, is_number
+from h2o_jax.policy import Policy, is_number, require_policy
 from h2o_jax.state import LayerCache, PageTable
-from pallas_kernels._checks import check_dtype, check_shape
+from pallas_kernels._checks import check_dtype, check_pool_array, check_shape
 from pallas_kernels._dispatch import candidates
 
 
 def check_pool(cache: LayerCache, table: PageTable, implementation: str | None) -> None:
-    """Raises unless the table is one of the cache's pool and the implementation is known."""
+    """Raises unless the pool has pages, the table is one of it, and the implementation is known."""
     candidates(implementation)
+    check_pool_array("cache.k", cache.k, (None,) * 4, "[num_pages, Hkv, P, D]")
     for name, expected, got in (
         ("page_size", cache.k.shape[2], table.page_size),
         ("num_pages", cache.k.shape[0], table.num_pages),
@@ -33,6 +34,7 @@ def check_new(cache: LayerCache, table: PageTable, letters: str, **arrays: jax.A
 
 def check_policy(cache: LayerCache, policy: Policy) -> None:
     """Raises unless the cache holds the arrays that the policy declares."""
+    require_policy(policy)
     name = type(policy).__name__
     if cache.summary_kinds != policy.summary_kinds:
         raise ValueError(

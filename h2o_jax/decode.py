@@ -68,8 +68,8 @@ def decode_attention(
         ValueError: a wrong shape, dtype or head count (at trace time); the message names the argument.
         NotImplementedError: the named implementation can't.
     """
-    check_new(cache, table, "[B, Hkv, D]", k=k, v=v)
     _check_q(cache, table, q, implementation)
+    check_new(cache, table, "[B, Hkv, D]", k=k, v=v)
     scale = resolve_scale(scale, q.shape[-1])
     active = _active_rows(table, active)
     cache = write_tokens(

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ import numpy as np
 from flax import nnx
 
 from h2o_jax.config import CacheConfig
-from h2o_jax.policy import Policy, is_integer
+from h2o_jax.policy import Policy, is_integer, require_policy
 from h2o_jax.pool import extend
 from h2o_jax.sampling import greedy, sample_top_p
 from h2o_jax.state import PagedState, init_state
+from pallas_kernels._dispatch import require_runnable
 
 DEFAULT_PAGE_SIZE = 16
 PREFILL_CHUNK = 256
@@ -32,7 +33,7 @@ def generate(
     *,
     policy: Policy,
     max_new_tokens: int,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Iterable[int] = (),
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -47,7 +48,7 @@ def generate(
         prompts: token ids of each request, at least one token each.
         policy: chooses which pages each new token reads.
         max_new_tokens: most tokens to generate for each prompt.
-        stop_tokens: ids that end a request; the id itself is returned as its last token.
+        stop_tokens: ids that end a request, in any iterable or array; the id itself is its last token.
         temperature: 0 takes the most likely token; above 0 samples with this temperature.
         top_p: sample from the smallest set of tokens with this probability, in (0, 1].
         seed: of the sampling.
@@ -61,7 +62,9 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, a token id out of the vocabulary, a prompt that with its new tokens
-            exceeds the model's context, the row or the pool, or a wrong option. Nothing has run then.
+            exceeds the model's context, the row or the pool, a stop token out of the vocabulary, a config
+            of another model's sizes, or a wrong option. Nothing has run then.
+        NotImplementedError: the named implementation can't run here.
     """
     loop = GenerationLoop(
         model,
@@ -86,7 +89,8 @@ class GenerationLoop:
     """One batch of prompts on its way through prefill and decode, for callers that stream or time it.
 
     Arguments are those of `generate`. Call `prefill()` to its end, then `decode(n)` until `finished`;
-    `compile()` before that separates compilation from running.
+    `compile()` before that separates compilation from running. Where an exception has ended a call, the state
+    was donated and is gone: later calls are a RuntimeError.
 
     Attributes:
         config: sizes of the cache.
@@ -100,7 +104,7 @@ class GenerationLoop:
         *,
         policy: Policy,
         max_new_tokens: int,
-        stop_tokens: Sequence[int] = (),
+        stop_tokens: Iterable[int] = (),
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
@@ -109,9 +113,14 @@ class GenerationLoop:
         implementation: str | None = None,
     ):
         check_options(max_new_tokens, temperature, top_p)
+        require_policy(policy)
+        require_runnable(implementation)
         max_new_tokens = int(max_new_tokens)  # a narrow NumPy integer would wrap in sums
         if config is not None and page_size is not None:
             raise ValueError("page_size: expected None beside config, which has its own")
+        if config is not None:
+            check_fit(model, config)
+        stop_tokens = check_stop_tokens(stop_tokens, model.config.vocab_size)
         prompts = _check_prompts(prompts, model.config.vocab_size)
         self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         self.config = config or _fit_config(model, self.lengths, policy, max_new_tokens, page_size)
@@ -133,8 +142,8 @@ class GenerationLoop:
         self._static: dict[str, Any] = dict(
             graphdef=self._graphdef, policy=policy, implementation=implementation
         )
-        self._stop_tokens = jnp.array(sorted(set(stop_tokens)), jnp.int32)
-        self._state = init_state(self.config, policy)
+        self._stop_tokens = jnp.array(sorted(stop_tokens), jnp.int32)
+        self._state: PagedState | None = init_state(self.config, policy)
         self._hidden = jnp.zeros((self.config.max_requests, model.config.hidden_size), model.dtype)
         self._progress: Progress | None = None
         self._returned = 0  # columns of the token buffer that decode() has returned
@@ -156,11 +165,17 @@ class GenerationLoop:
         self._progress = self._start_decode()
 
     def decode(self, num_tokens: int | None = None) -> list[list[int]]:
-        """Generates up to `num_tokens` more tokens a row (None: to the end); returns those new ones."""
+        """Generates up to `num_tokens` more tokens a row (None: to the end); returns those new ones.
+
+        Raises:
+            ValueError: before the end of `prefill()`, or no positive number.
+        """
         if self._progress is None:
             raise ValueError("decode: expected prefill() to have run to its end")
+        if not (num_tokens is None or is_integer(num_tokens, 1)):
+            raise ValueError(f"num_tokens: expected None or a positive integer, got {num_tokens!r}")
         begin = self._returned
-        limit = self._max_new_tokens if num_tokens is None else begin + num_tokens
+        limit = self._max_new_tokens if num_tokens is None else begin + int(num_tokens)
         self._state, self._progress = self._run_decode(self._progress, min(limit, self._max_new_tokens))
         self._returned = int(self._progress.count)
         return self._tokens(begin, self._returned)
@@ -180,8 +195,17 @@ class GenerationLoop:
 
     def hand_over(self) -> tuple[PagedState, jax.Array]:
         """The state after prefill and the last hidden of each row, [B, features]; the loop ends with it."""
+        return self._take_state(), self._hidden
+
+    def _take_state(self) -> PagedState:
+        """The state, to be donated: what comes of it takes its place, unless an exception comes instead."""
         state, self._state = self._state, None
-        return state, self._hidden
+        if state is None:
+            raise RuntimeError(
+                "GenerationLoop: the state was handed over, or donated to a call that an exception ended; "
+                "make a new loop"
+            )
+        return state
 
     def _tokens(self, begin: int, end: int) -> list[list[int]]:
         if self._progress is None:
@@ -191,7 +215,7 @@ class GenerationLoop:
 
     def _run_chunk(self, tokens: np.ndarray, num_tokens: np.ndarray) -> None:
         self._state, self._hidden = prefill_chunk(
-            self._params, self._state, self._hidden, tokens, num_tokens, **self._static
+            self._params, self._take_state(), self._hidden, tokens, num_tokens, **self._static
         )
 
     def _start_decode(self) -> "Progress":
@@ -208,7 +232,7 @@ class GenerationLoop:
     def _run_decode(self, progress: "Progress", limit: int) -> tuple[PagedState, "Progress"]:
         return decode_loop(
             self._params,
-            self._state,
+            self._take_state(),
             progress,
             jnp.int32(limit),
             self._stop_tokens,
@@ -391,6 +415,27 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
     """Raises ValueError unless it is a positive integer."""
     if not is_integer(max_new_tokens, 1):
         raise ValueError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
+
+
+def check_stop_tokens(stop_tokens: Iterable[int], vocab_size: int) -> frozenset[int]:
+    """The stop tokens; ValueError unless they are integers of the vocabulary, in any iterable or array."""
+    try:
+        ids = [x.item() if isinstance(x, jax.Array) and not x.ndim else x for x in stop_tokens]
+    except TypeError:  # nothing to iterate over
+        ids = [None]
+    if isinstance(stop_tokens, bytes) or not all(is_integer(x, 0) and x < vocab_size for x in ids):
+        raise ValueError(f"stop_tokens: expected integers in [0, {vocab_size}), got {stop_tokens!r:.80}")
+    return frozenset(map(int, ids))
+
+
+def check_fit(model: nnx.Module, config: CacheConfig) -> None:
+    """Raises ValueError unless the cache has the layers, KV heads and head_dim of the model."""
+    if not isinstance(config, CacheConfig):
+        raise ValueError(f"config: expected a CacheConfig, got {config!r:.80}")
+    for name in ("num_layers", "num_kv_heads", "head_dim"):
+        expected, got = getattr(model.config, name), getattr(config, name)
+        if got != expected:
+            raise ValueError(f"config: expected {name} = {expected} as in the model, got {got}")
 
 
 def check_prompt(name: str, prompt: Sequence[int], vocab_size: int) -> np.ndarray:

@@ -12,10 +12,12 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict
 
 from h2o_jax._attention import (
+    NORMS,
+    PROJECTIONS,
     attend_new,
-    carried_parameters,
     check_call,
     check_convertible,
+    check_parameter,
     matmul_precision,
     merge_heads,
     resolve_norm,
@@ -24,7 +26,6 @@ from h2o_jax._attention import (
 )
 from h2o_jax.policy import Policy
 from h2o_jax.rope import RotaryEmbedding
-from pallas_kernels._checks import check_shape
 
 
 class H2OAttention(nn.Module):
@@ -99,8 +100,8 @@ class H2OAttention(nn.Module):
             ValueError: not a MultiHeadDotProductAttention, something in it that can't be carried over, or
                 parameters that are not its own; the message names it.
         """
-        check_convertible(attention, nn.MultiHeadDotProductAttention)
-        carried = list(carried_parameters(attention.use_bias, attention.normalize_qk))
+        check_convertible(attention, nn.MultiHeadDotProductAttention, nn.SelfAttention)
+        carried = list(_carried(attention))
         num_kv_heads, head_dim, out_features = _check_params(attention, params, carried)
         merged = {}
         for theirs, ours, name, axis in carried:
@@ -144,8 +145,8 @@ class H2OAttention(nn.Module):
         """
         policy = self.policy if policy is None else policy
         in_features = jnp.shape(x)[-1]
-        num_kv_heads, head_dim = resolve_sizes(
-            in_features, self.num_heads, self.num_kv_heads, self.head_dim, self.rope
+        num_kv_heads, head_dim, out_features = resolve_sizes(
+            in_features, self.num_heads, self.num_kv_heads, self.head_dim, self.out_features, self.rope
         )
         check_call(
             cache,
@@ -183,7 +184,7 @@ class H2OAttention(nn.Module):
             implementation=implementation,
         )
         return cache, dense(
-            in_features if self.out_features is None else self.out_features,
+            out_features,
             use_bias=self.use_out_bias,
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
@@ -191,25 +192,44 @@ class H2OAttention(nn.Module):
         )(out)
 
 
+def _carried(attention):
+    """(submodule there, submodule here, parameter, axis of its heads or None) of all parameters."""
+    for theirs, ours, kernel_axis, bias_axis in PROJECTIONS:
+        yield theirs, ours, "kernel", kernel_axis
+        if attention.use_bias:
+            yield theirs, ours, "bias", bias_axis
+    if attention.normalize_qk:
+        for theirs, ours in NORMS:
+            yield theirs, ours, "scale", None
+
+
 def _check_params(attention, params, carried):
     """num_kv_heads, head_dim and out_features of Flax's attention; raises unless `params` are its own."""
     expected = sorted(f"{theirs}/{name}" for theirs, _, name, _ in carried)
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params: expected those of attention, {expected}; got {params!r:.80}")
     got = sorted(flatten_dict(params, sep="/"))
     if got != expected:
         raise ValueError(f"params: expected those of attention, {expected}; got {got}")
-    query, key, value, out = (_unboxed(params[part]["kernel"]) for part in ("query", "key", "value", "out"))
-    check_shape("params['query']['kernel']", query, (None, attention.num_heads, None), "[in, Hq, D]")
-    in_features, num_heads, head_dim = query.shape
+
+    def check(part, name, **sizes):
+        array = _unboxed(params[part][name])
+        check_parameter(f"params[{part!r}][{name!r}]", array, part, name, **sizes)
+        return array.shape
+
+    unknown = dict(in_features=None, num_kv_heads=None, head_dim=None, out_features=None)
+    in_features, num_heads, head_dim = check("query", "kernel", **unknown, num_heads=attention.num_heads)
     if (attention.qkv_features or in_features) != num_heads * head_dim:
         raise ValueError(
             f"attention: expected qkv_features = {num_heads * head_dim}, the {num_heads} heads of {head_dim} "
             f"in params; got {attention.qkv_features or in_features}"
         )
-    check_shape("params['key']['kernel']", key, (in_features, None, head_dim), "[in, Hkv, D]")
-    check_shape("params['value']['kernel']", value, key.shape, "[in, Hkv, D]")
-    out_features = attention.out_features or in_features
-    check_shape("params['out']['kernel']", out, (num_heads, head_dim, out_features), "[Hq, D, out]")
-    return key.shape[1], head_dim, out_features
+    sizes = dict(in_features=in_features, num_heads=num_heads, head_dim=head_dim)
+    sizes["out_features"] = attention.out_features or in_features
+    _, num_kv_heads, _ = check("key", "kernel", **sizes, num_kv_heads=None)
+    for theirs, _, name, _ in carried:
+        check(theirs, name, **sizes, num_kv_heads=num_kv_heads)
+    return num_kv_heads, head_dim, sizes["out_features"]
 
 
 def _unboxed(leaf):

@@ -9,10 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from h2o_jax._attention import (
+    NORMS,
+    PROJECTIONS,
     attend_new,
-    carried_parameters,
     check_call,
     check_convertible,
+    check_defaults,
+    check_parameter,
+    check_precision,
     matmul_precision,
     merge_heads,
     resolve_norm,
@@ -20,6 +24,11 @@ from h2o_jax._attention import (
     split_heads,
 )
 from h2o_jax.rope import RotaryEmbedding
+
+# Of Flax's attention: what `H2OAttention` takes, and what in a projection replaces a part of its arithmetic.
+_SIZES = ("in_features", "num_heads", "num_kv_heads", "head_dim", "out_features")
+_CUSTOM_LINEAR = ("batch_axis", "promote_dtype", "dot_general", "dot_general_cls", "preferred_element_type")
+_NORM_KINDS = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms"}
 
 
 class H2OAttention(nnx.Module):
@@ -75,8 +84,9 @@ class H2OAttention(nnx.Module):
         out_bias_init=None,
         rngs: nnx.Rngs,
     ):
-        num_kv_heads, head_dim = resolve_sizes(in_features, num_heads, num_kv_heads, head_dim, rope)
-        out_features = in_features if out_features is None else out_features
+        num_kv_heads, head_dim, out_features = resolve_sizes(
+            in_features, num_heads, num_kv_heads, head_dim, out_features, rope
+        )
         self.in_features = in_features
         self.out_features = out_features
         self.num_heads = num_heads
@@ -115,13 +125,13 @@ class H2OAttention(nnx.Module):
         cached is not taken over. Nothing is dropped out. Products of float32 keep float32 precision.
 
         Args:
-            attention: with any number of KV heads, biases or not, `normalize_qk` or not, and the default
-                attention function.
+            attention: with any number of KV heads, a bias in each projection or not, `normalize_qk` or not,
+                any LayerNorm or RMSNorm there, and the default attention function.
             policy: the policy of calls that name none. Static: it must be hashable.
 
         Raises:
-            ValueError: not a MultiHeadAttention, or something in it that can't be carried over; the message
-                names it.
+            ValueError: not a MultiHeadAttention, or something in it that can't be carried over, such as a
+                `__call__` of its own or a projection of another dtype; the message names it.
         """
         check_convertible(attention, nnx.MultiHeadAttention)
         if attention.in_kv_features != attention.in_features:
@@ -129,29 +139,31 @@ class H2OAttention(nnx.Module):
                 f"attention: expected in_kv_features = in_features = {attention.in_features}, as keys are of "
                 f"the same input; got {attention.in_kv_features}"
             )
-        for part in ("query", "key", "value", "out"):
-            kind = type(getattr(attention, part))
-            if kind is not nnx.LinearGeneral:
-                raise ValueError(f"attention.{part}: expected a LinearGeneral; got {kind.__name__}")
+        sizes = {name: getattr(attention, name) for name in _SIZES}
+        for part, *_ in PROJECTIONS:
+            _check_projection(attention, part, sizes)
         module = nnx.eval_shape(
             lambda: cls(
-                attention.in_features,
-                attention.num_heads,
-                attention.num_kv_heads,
-                attention.head_dim,
-                attention.out_features,
+                **sizes,
                 policy=policy,
-                use_qkv_bias=attention.use_bias,
-                use_out_bias=attention.use_bias,
-                qk_norm="layer" if attention.normalize_qk else False,
                 dtype=attention.dtype,
                 param_dtype=attention.param_dtype,
                 rngs=nnx.Rngs(0),
             )
         )
-        for theirs, ours, name, axis in carried_parameters(attention.use_bias, attention.normalize_qk):
-            variable = getattr(getattr(attention, theirs), name)
-            setattr(getattr(module, ours), name, _merged(variable, axis))
+        for theirs, ours, kernel_axis, bias_axis in PROJECTIONS:
+            given, linear = getattr(attention, theirs), getattr(module, ours)
+            linear.kernel = _merged(given.kernel, kernel_axis)
+            linear.use_bias = given.bias is not None
+            if linear.use_bias:
+                linear.bias = _merged(given.bias, bias_axis)
+            linear.param_dtype = given.param_dtype
+        if attention.normalize_qk:
+            module.qk_norm = _norm_kind(attention, sizes)
+            for theirs, ours in NORMS:
+                norm = nnx.clone(getattr(attention, theirs))
+                norm.promote_dtype = _unpromoted
+                setattr(module, ours, norm)
         return module
 
     def __call__(self, cache, table, x, num_tokens, *, policy=None, implementation=None):
@@ -202,6 +214,50 @@ class H2OAttention(nnx.Module):
             implementation=implementation,
         )
         return cache, self.o_proj(out)
+
+
+def _check_projection(attention, part, sizes) -> None:
+    """Raises unless a projection of Flax's attention is a plain one."""
+    where, linear = f"attention.{part}", getattr(attention, part)
+    if type(linear) is not nnx.LinearGeneral:
+        raise ValueError(f"{where}: expected a LinearGeneral; got {type(linear).__name__}")
+    check_defaults(where, linear, nnx.LinearGeneral, _CUSTOM_LINEAR)
+    check_precision(where, linear)
+    axis = (-2, -1) if part == "out" else (-1,)
+    if linear.axis != axis:
+        raise ValueError(f"{where}: axis can't be carried over: expected {axis}; got {linear.axis}")
+    _check_part(attention, part, sizes)
+
+
+def _norm_kind(attention, sizes) -> str:
+    """The kind of norm of queries and keys in Flax's attention; raises unless they are norms of one kind."""
+    kinds = []
+    for part, _ in NORMS:
+        where, norm = f"attention.{part}", getattr(attention, part)
+        if type(norm) not in _NORM_KINDS:
+            raise ValueError(f"{where}: expected a LayerNorm or RMSNorm; got {type(norm).__name__}")
+        check_defaults(where, norm, type(norm), ("promote_dtype",))
+        _check_part(attention, part, sizes)
+        kinds.append(type(norm))
+    if kinds[0] is not kinds[1]:
+        raise ValueError(
+            f"attention.key_ln: expected a {kinds[0].__name__} as in query_ln; got {kinds[1].__name__}"
+        )
+    return _NORM_KINDS[kinds[0]]
+
+
+def _check_part(attention, part, sizes) -> None:
+    """Raises unless a submodule computes in the dtype of the whole, with parameters that fit `sizes`."""
+    where, module = f"attention.{part}", getattr(attention, part)
+    got, expected = (None if x.dtype is None else jnp.dtype(x.dtype).name for x in (module, attention))
+    if got != expected:
+        raise ValueError(
+            f"{where}: dtype can't be carried over: expected {expected} as in attention; got {got}"
+        )
+    for name in ("kernel", "scale", "bias"):
+        variable = getattr(module, name, None)
+        if variable is not None:
+            check_parameter(f"{where}.{name}", variable, part, name, **sizes)
 
 
 def _unpromoted(arrays, *, dtype):

@@ -132,6 +132,12 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__} does not define score()")
 
 
+def require_policy(value: Any) -> None:
+    """Raises ValueError unless it is a `Policy`."""
+    if not isinstance(value, Policy):
+        raise ValueError(f"policy: expected a Policy, such as get_policy(name) gives, got {value!r}")
+
+
 def is_number(value: Any) -> bool:
     """Whether an option is a finite real number."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -28,8 +28,9 @@ def extend(table: PageTable, num_tokens: jax.Array) -> tuple[PageTable, jax.Arra
         negative number of tokens). Such a row is left exactly as it was.
 
     Raises:
-        ValueError: `num_tokens` is not [B] int32 (at trace time).
+        ValueError: `num_tokens` is not [B] int32, or the pool or its pages are empty (at trace time).
     """
+    _check_sizes(table)
     check_row_ints(table.pages.shape[0], num_tokens=num_tokens)
     num_logical, page_size = table.pages.shape[1], table.page_size
     room = num_logical * page_size - table.seq_lens
@@ -68,8 +69,9 @@ def release(table: PageTable, done: jax.Array) -> PageTable:
         The table after the step: rows of `done` have length 0 and no pages.
 
     Raises:
-        ValueError: `done` is not [B] bool (at trace time).
+        ValueError: `done` is not [B] bool, or as in `extend` (at trace time).
     """
+    _check_sizes(table)
     batch, num_logical = table.pages.shape
     check_shape("done", done, (batch,), "[B]")
     check_dtype("done", done, ("bool",))
@@ -83,5 +85,11 @@ def release(table: PageTable, done: jax.Array) -> PageTable:
         pages=jnp.where(done[:, None], table.num_pages, table.pages),
         seq_lens=jnp.where(done, 0, table.seq_lens),
         free_pages=table.free_pages.at[entry].set(table.pages, mode="drop"),
-        num_free=end[-1],
+        num_free=table.num_free + given.sum(dtype=jnp.int32),
     )
+
+
+def _check_sizes(table: PageTable) -> None:
+    for name, size in (("num_pages", table.num_pages), ("page_size", table.page_size)):
+        if size < 1:
+            raise ValueError(f"table: expected {name} of at least 1, got {size}")

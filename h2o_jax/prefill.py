@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from h2o_jax import debug
-from h2o_jax._checks import check_new, resolve_scale
+from h2o_jax._checks import check_new, check_pool, resolve_scale
 from h2o_jax.decode import write_tokens
 from h2o_jax.policy import Policy
 from h2o_jax.state import LayerCache, PageTable
@@ -50,6 +50,7 @@ def prefill_attention(
         ValueError: a wrong shape, dtype or head count (at trace time); the message names the argument.
         NotImplementedError: the named implementation can't.
     """
+    check_pool(cache, table, implementation)
     num_kv_heads, head_dim = cache.k.shape[1], cache.k.shape[3]
     check_new(cache, table, "[B, T, Hkv, D]", k=k, v=v)
     scale = resolve_scale(scale, head_dim)

@@ -183,8 +183,9 @@ def token_probabilities(policy, queries, keys, scale):
 
 
 def decayed_update(score, probability, decay, score_dtype="float64"):
-    """hh <- a + decay * hh, rounded once to `score_dtype`. Floats in, float out."""
-    return float(round_to(probability + decay * score, score_dtype))
+    """hh <- a + decay * hh, rounded once to `score_dtype`; for decay 0 just a. Floats in, float out."""
+    old = decay * score if decay else 0.0  # 0 * inf is NaN
+    return float(round_to(probability + old, score_dtype))
 
 
 def window(num_pages, reserved_bos, reserved_eos):

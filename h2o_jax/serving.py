@@ -6,7 +6,7 @@ Letters: B request rows, T tokens of a call.
 import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,11 +14,20 @@ import numpy as np
 from flax import nnx
 
 from h2o_jax.config import CacheConfig
-from h2o_jax.generate import PREFILL_CHUNK, advance, check_max_new_tokens, check_prompt, check_room
+from h2o_jax.generate import (
+    PREFILL_CHUNK,
+    advance,
+    check_fit,
+    check_max_new_tokens,
+    check_prompt,
+    check_room,
+    check_stop_tokens,
+)
 from h2o_jax.policy import Policy, is_integer
 from h2o_jax.pool import release
 from h2o_jax.sampling import greedy
 from h2o_jax.state import PagedState, init_state
+from pallas_kernels._dispatch import require_runnable
 
 
 class Event(NamedTuple):
@@ -65,7 +74,9 @@ class Server:
         config: sizes of the cache.
 
     Raises:
-        ValueError: a policy that can't run with this config, or `prefill_chunk` below 2.
+        ValueError: not a policy, one that can't run with this config, a config of another model's sizes, or
+            `prefill_chunk` below 2.
+        NotImplementedError: the named implementation can't run here.
     """
 
     def __init__(
@@ -79,6 +90,8 @@ class Server:
     ):
         if not is_integer(prefill_chunk, 2):  # one token would be a decode step
             raise ValueError(f"prefill_chunk: expected an integer >= 2, got {prefill_chunk!r}")
+        check_fit(model, config)
+        require_runnable(implementation)
         self.config = config
         self._prefill_chunk = int(prefill_chunk)  # a narrow NumPy integer would wrap in sums
         self._vocab_size = model.config.vocab_size
@@ -90,6 +103,7 @@ class Server:
         self._waiting: collections.deque[_Request] = collections.deque()
         self._num_submitted = 0
         self._leaving = np.zeros(config.max_requests, bool)  # rows to release on the device
+        self._is_whole = True  # False from a step's begin to its end
 
     @property
     def num_running(self) -> int:
@@ -106,7 +120,7 @@ class Server:
         prompt: Sequence[int],
         *,
         max_new_tokens: int,
-        stop_tokens: Sequence[int] = (),
+        stop_tokens: Iterable[int] = (),
         wait: bool = True,
     ) -> int | None:
         """Takes a request, at any time between two steps.
@@ -114,7 +128,7 @@ class Server:
         Args:
             prompt: token ids, at least one.
             max_new_tokens: most tokens to generate. Pages for all of them are kept for this request.
-            stop_tokens: ids that end the request; the id itself comes as its last token.
+            stop_tokens: ids that end the request, in any iterable or array; the id itself is its last token.
             wait: whether the request may wait for its turn, where rows or pages are short now.
 
         Returns:
@@ -122,11 +136,15 @@ class Server:
 
         Raises:
             ValueError: a wrong prompt, or one that with its new tokens exceeds the model's context, a row or
-                the whole pool, so that it could never run. Nothing has changed then.
+                the whole pool, so that it could never run; a stop token out of the vocabulary. Nothing has
+                changed then.
+            RuntimeError: an earlier step did not end; see `step`.
         """
+        self._require_whole()
         check_max_new_tokens(max_new_tokens)
         max_new_tokens = int(max_new_tokens)
         tokens = check_prompt("prompt", prompt, self._vocab_size).tolist()
+        stops = check_stop_tokens(stop_tokens, self._vocab_size)
         pages = check_room("prompt", len(tokens), max_new_tokens, self._context, self.config)
         if pages > self.config.num_pages:
             raise ValueError(
@@ -137,7 +155,7 @@ class Server:
             tokens=tokens,
             prompt_length=len(tokens),
             max_length=len(tokens) + max_new_tokens,
-            stop_tokens=frozenset(stop_tokens),
+            stop_tokens=stops,
             pages=pages,
         )
         self._waiting.append(request)
@@ -156,7 +174,12 @@ class Server:
 
         Returns:
             The new tokens: one of each row that decoded or came to the end of its prompt.
+
+        Raises:
+            RuntimeError: an earlier step did not end; make a new server, and submit its requests there.
         """
+        self._require_whole()
+        self._is_whole = False
         running = [(row, request) for row, request in enumerate(self._rows) if request is not None]
         prefilling = [(row, request) for row, request in running if request.cached < request.prompt_length]
         decoding = [(row, request) for row, request in running if request.cached >= request.prompt_length]
@@ -176,7 +199,14 @@ class Server:
                     self._rows[row] = None
                     self._leaving[row] = True
         self._admit()
+        self._is_whole = True
         return events
+
+    def _require_whole(self) -> None:
+        if not self._is_whole:
+            raise RuntimeError(
+                "Server: an exception ended an earlier step, whose state was donated; make a new server"
+            )
 
     def _run(self, rows: list[tuple[int, "_Request"]], width: int) -> jax.Array:
         """Starts one call on the device, for up to `width` tokens of each of these rows."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from h2o_jax import memory
 from h2o_jax.config import CacheConfig
-from h2o_jax.policy import Policy
+from h2o_jax.policy import Policy, require_policy
 
 
 @jax.tree_util.register_dataclass
@@ -89,9 +89,10 @@ def init_state(config: CacheConfig, policy: Policy) -> PagedState:
         policy: the policy of the decode loop; layer i holds the arrays that `policy.for_layer(i)` needs.
 
     Raises:
-        ValueError: the policy can't run with this page size, or a dense layer does not exist.
+        ValueError: no policy, one that can't run with this page size, or a dense layer that does not exist.
         MemoryError: the device has too little memory left; the message says what was asked, and what would fit.
     """
+    require_policy(policy)
     beyond = [i for i in policy.dense_layers if i >= config.num_layers]
     if beyond:
         raise ValueError(f"dense_layers: expected layers below num_layers = {config.num_layers}, got {beyond}")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from h2o_jax.generate import GenerationLoop, advance
+from h2o_jax.generate import GenerationLoop, advance, check_prompt
 from h2o_jax.policy import Policy
 
 
@@ -53,11 +53,12 @@ def teacher_forced_logits(
     Raises:
         ValueError: as `generate`, or an empty continuation.
     """
+    tokens = check_prompt("continuation", continuation, model.config.vocab_size)
     loop = GenerationLoop(
         model,
         [prompt],
         policy=policy,
-        max_new_tokens=len(continuation),
+        max_new_tokens=len(tokens),
         page_size=page_size,
         implementation=implementation,
     )
@@ -65,7 +66,6 @@ def teacher_forced_logits(
         pass
     state, hidden = loop.hand_over()
     graphdef, params = nnx.split(model)
-    tokens = jnp.asarray(continuation, jnp.int32)
     return _forced_decode(
         params, state, hidden, tokens, graphdef=graphdef, policy=policy, implementation=implementation
     )
@@ -88,7 +88,16 @@ def _forced_decode(params, state, hidden, tokens, *, graphdef, policy, implement
 
 
 def agreement(dense_logits: jax.Array, policy_logits: jax.Array) -> Agreement:
-    """Compares two sets of logits [n, V] that predict the same text; the first is the dense one."""
+    """Compares two sets of logits [n, V] that predict the same text; the first is the dense one.
+
+    Raises:
+        ValueError: two shapes, or no position to compare.
+    """
+    if dense_logits.shape != policy_logits.shape or not dense_logits.size:
+        raise ValueError(
+            "dense_logits, policy_logits: expected one shape [n, V] with n of at least 1; got "
+            f"{list(dense_logits.shape)}, {list(policy_logits.shape)}"
+        )
     dense, other = (np.asarray(jax.nn.log_softmax(x.astype(jnp.float32))) for x in (dense_logits, policy_logits))
     same = dense.argmax(-1) == other.argmax(-1)
     divergence = (np.exp(dense) * (dense - other)).sum(-1)

@@ -8,8 +8,10 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def check_shape(name: str, array, expected: Sequence[int | None], letters: str):
-    """Raises unless `array` has shape `expected`, where None admits any size."""
-    shape = jnp.shape(array)
+    """Raises unless `array` is an array of shape `expected`, where None admits any size."""
+    if not hasattr(array, "shape"):
+        raise ValueError(f"{name}: expected an array {letters}, got a {type(array).__name__}")
+    shape = array.shape
     if len(shape) != len(expected) or any(e is not None and e != s for e, s in zip(expected, shape)):
         sizes = ", ".join("?" if e is None else str(e) for e in expected)
         raise ValueError(f"{name}: expected shape {letters} = [{sizes}], got {list(shape)}")
@@ -20,6 +22,14 @@ def check_dtype(name: str, array, expected: Sequence[str]):
     dtype = jnp.result_type(array)
     if dtype.name not in expected:
         raise ValueError(f"{name}: expected dtype {' or '.join(expected)}, got {dtype.name}")
+
+
+def check_pool_array(name: str, pool, expected: Sequence[int | None], letters: str):
+    """Raises unless `pool` is floating point, of shape `expected` (None: any size), and no axis is empty."""
+    check_shape(name, pool, expected, letters)
+    check_dtype(name, pool, FLOAT_DTYPES)
+    if 0 in pool.shape:
+        raise ValueError(f"{name}: expected {letters} of at least 1 each, got {list(pool.shape)}")
 
 
 def check_table(pages):
@@ -37,7 +47,7 @@ def check_queries(q, batch: int, num_kv_heads: int, head_dim: int):
 
 def check_heads(num_q_heads: int, num_kv_heads: int):
     """Raises unless the query heads divide evenly over the KV heads."""
-    if num_q_heads < 1 or num_q_heads % num_kv_heads:
+    if min(num_q_heads, num_kv_heads) < 1 or num_q_heads % num_kv_heads:
         raise ValueError(
             f"q: expected a multiple of num_kv_heads = {num_kv_heads} query heads, got {num_q_heads}"
         )

@@ -20,6 +20,21 @@ def candidates(implementation: str | None) -> tuple[str, ...]:
     return (implementation,)
 
 
+def require_runnable(implementation: str | None) -> None:
+    """Raises unless the implementation can run on the default backend.
+
+    Raises:
+        ValueError: as `candidates`.
+        NotImplementedError: the kernels are named, compiled, where there is no GPU.
+    """
+    candidates(implementation)
+    if implementation == "pallas" and implementation not in candidates(None):
+        raise NotImplementedError(
+            f"implementation: 'pallas' needs a CUDA GPU, and the backend is {jax.default_backend()}; "
+            "'pallas_interpret' runs the same kernels here, slowly"
+        )
+
+
 def dispatch(op: str, implementation: str | None, functions: Mapping[str, Callable], *args, **kwargs):
     """Calls the first candidate that does not raise `NotImplementedError`.
 

@@ -19,6 +19,8 @@ def physical_pages(pages: jax.Array, logical: jax.Array, valid: jax.Array, num_p
     Returns:
         [B, ...] int32 in [0, num_pages].
     """
+    if not pages.shape[1]:
+        return jnp.full(jnp.broadcast_shapes(logical.shape, valid.shape), num_pages, jnp.int32)
     row = jnp.arange(pages.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (logical.ndim - 1))
     in_row = (logical >= 0) & (logical < pages.shape[1])
     page = pages[row, jnp.where(in_row, logical, 0)]

@@ -5,6 +5,7 @@ Letters: B request rows, M pages_per_request, P page_size, T new tokens, W budge
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -263,6 +264,77 @@ def test_a_table_of_another_cache(name, change):
         call(name, table=table)
 
 
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("name", [n for n in pallas_kernels.__all__ if n != "top_k_pages"])
+def test_a_pool_with_an_empty_axis(name, axis):
+    argument = "summaries" if name == "envelope_scores" else "k_pool"
+    shape = list(GOOD[name][argument].shape)
+    shape[axis] = 0
+    with pytest.raises(ValueError, match=rf"^{argument}: expected .*, got {re.escape(str(shape))}"):
+        call(name, **{argument: array(*shape)})
+    if name == "write_pages":
+        with pytest.raises(ValueError, match=r"^summaries: expected .* at least 1 each, got \[16, 2, 0, 8\]"):
+            call(name, summaries=array(16, 2, 0, 8), summary_kinds=())
+
+
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("name", ["write_tokens", *DECODING, "prefill_attention"])
+def test_a_cache_with_an_empty_axis(name, axis):
+    shape = list(CACHE.k.shape)
+    shape[axis] = 0
+    pool = array(*shape)
+    message = rf"^cache.k: expected \[num_pages, Hkv, P, D\] of at least 1 each, got {re.escape(str(shape))}"
+    with pytest.raises(ValueError, match=message):
+        call(name, cache=dataclasses.replace(CACHE, k=pool, v=pool))
+
+
+@pytest.mark.parametrize("name", ["extend", "release"])
+def test_a_table_of_no_pages(name):
+    with pytest.raises(ValueError, match="^table: expected num_pages of at least 1, got 0"):
+        call(name, table=dataclasses.replace(TABLE, free_pages=ints(0)))
+    with pytest.raises(ValueError, match="^table: expected page_size of at least 1, got 0"):
+        call(name, table=dataclasses.replace(TABLE, page_size=0))
+
+
+EMPTY = {
+    "rows": lambda shape: (0, *shape[1:]) if shape[:1] == (3,) else shape,
+    "new tokens": lambda shape: (3, 0, *shape[2:]) if shape[:2] == (3, 5) else shape,
+    "logical pages": lambda shape: (3, 0) if shape == (3, 8) else shape,
+    "chosen pages": lambda shape: (3, 2, 0) if shape == (3, 2, 5) else shape,
+}
+
+
+def emptied(name, empty):
+    """The GOOD arguments with one of the sizes 0."""
+
+    def shrink(x):
+        return array(*EMPTY[empty](x.shape), dtype=x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+    return jax.tree.map(shrink, GOOD[name])
+
+
+EMPTIED = [(name, empty) for name in GOOD for empty in EMPTY if emptied(name, empty) != GOOD[name]]
+
+
+@pytest.mark.parametrize(("name", "empty"), EMPTIED)
+def test_empty_batches_and_rows_give_empty_results(name, empty):
+    """No row, no new token, no logical page or none chosen: shapes as ever."""
+    got = call(name, **emptied(name, empty))
+    if name == "select_pages" and empty == "logical pages":
+        assert got[1].scores.shape == (3, 2, 0)
+    elif name in ("envelope_scores", "decayed_softmax_scores") and empty == "logical pages":
+        assert jax.tree.leaves(got)[-1].shape == (3, 2, 0)
+    else:
+        assert jax.tree.map(jnp.shape, got) == jax.tree.map(lambda x: EMPTY[empty](x.shape), call(name))
+
+
+def test_nothing_chosen_is_nothing_read():
+    arrays = emptied("paged_attention", "chosen pages")
+    arrays = {name: jnp.ones(x.shape, x.dtype) for name, x in arrays.items() if name != "scale"}
+    out, lse = jax.jit(functools.partial(pallas_kernels.paged_attention, scale=1.0))(**arrays)
+    assert (out == 0).all() and jnp.isneginf(lse).all()
+
+
 def test_k_of_no_tokens():
     with pytest.raises(ValueError, match="^k: expected shape"):
         call("prefill_attention", k=array(3))
@@ -301,13 +373,21 @@ def test_unknown_policy(name):
         ({"top_k": 0}, "top_k: expected an integer >= 1, got 0"),
         ({"reserved_eos": 0}, "reserved_eos: expected an integer >= 1, got 0"),
         ({"reserved_bos": -1}, "reserved_bos: expected an integer >= 0, got -1"),
-        ({"decay": 0}, r"decay: expected a number in \(0, 1\], got 0"),
-        ({"decay": 1.5}, r"decay: expected a number in \(0, 1\], got 1.5"),
+        ({"decay": -0.5}, r"decay: expected a number in \[0, 1\], got -0.5"),
+        ({"decay": 1.5}, r"decay: expected a number in \[0, 1\], got 1.5"),
     ],
 )
 def test_wrong_policy_options(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         h2o_jax.get_policy("h2o_token_sparse_attention", **({"top_k": 2} | options))
+
+
+@pytest.mark.parametrize("name", ["write_tokens", "select_pages", "decode_attention", "prefill_attention"])
+def test_a_policy_that_is_none(name):
+    with pytest.raises(ValueError, match="^policy: expected a Policy, .*, got None"):
+        call(name, policy=None)
+    with pytest.raises(ValueError, match="^policy: expected a Policy, .*, got 'dense_attention'"):
+        h2o_jax.init_state(CONFIG, "dense_attention")
 
 
 @pytest.mark.parametrize("policy", ["h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention"])
@@ -369,7 +449,7 @@ def test_a_config_is_a_static_argument():
         ("envelope_scores", {"kinds": ("mean",)}, r"summaries: expected shape .*, got \[16, 2, 3, 8\]"),
         ("write_pages", {"summary_kinds": ("median", "max", "min")}, "summary_kinds: expected one of .* 'median'"),
         ("write_pages", {"summary_kinds": ("mean",)}, r"summaries: expected shape .*, got \[16, 2, 3, 8\]"),
-        ("decayed_softmax_scores", {"decay": 0}, "decay: expected a number in .* got 0"),
+        ("decayed_softmax_scores", {"decay": -0.5}, "decay: expected a number in .* got -0.5"),
         ("decayed_softmax_scores", {"decay": 1.5}, "decay: expected a number in .* got 1.5"),
         ("decayed_softmax_scores", {"decay": float("nan")}, "decay: expected a number in .* got nan"),
         (
@@ -390,6 +470,13 @@ def test_values_are_never_looked_at(name):
     call(name)
     with pytest.raises(ValueError):
         call(name, table=dataclasses.replace(TABLE, pages=ints(4, 8)))
+
+
+@pytest.mark.parametrize("name", ["extend", "release", "write_tokens", "prefill_attention"])
+def test_a_list_is_no_array(name):
+    argument = "done" if name == "release" else "num_tokens"
+    with pytest.raises(ValueError, match=rf"^{argument}: expected an array \[B\], got a list"):
+        getattr(h2o_jax, name)(**(GOOD[name] | {argument: [1, 0, 1]}))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int64])

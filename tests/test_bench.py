@@ -23,6 +23,7 @@ from h2o_jax.models import LlamaConfig
 from tests.lowering import KERNEL_TARGET, lower_for_cuda
 
 PAGE, TOKEN, DENSE = ops.PAGE_POLICY, ops.TOKEN_POLICY, steps.DENSE_POLICY
+LLAMA_8B = models.LLAMA_8B
 TINY = LlamaConfig(
     architecture="llama",
     vocab_size=64,
@@ -216,10 +217,27 @@ def test_what_raises_is_a_failed_row_and_the_rest_goes_on(monkeypatch, caplog):
 
 def test_what_does_not_fit_is_left_out():
     run = new_run(memory=2000)
-    for group in ("model", "pool-size", "write"):
+    for group in ("model", "small-model", "pool-size", "write"):
         row = next(bench.GROUPS[group](run))
         assert row.timing is None and not row.failure
         assert "left out: needs" in row.to_line()
+
+
+def test_a_large_model_does_not_fit_a_cpu_of_24_gib(monkeypatch):
+    """Its weights would, in 15 GiB, but for their float32 copies."""
+    monkeypatch.setattr(models, "LLAMA_8B", LLAMA_8B)
+    monkeypatch.setattr(models, "random_model", lambda config: pytest.fail("16 GB of weights"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    (row,) = models.model(new_run(memory=24 * 2**30))
+    assert row.note == "left out: needs 45.7 of 24.0 GiB"
+
+
+def test_an_output_that_can_not_be_written_costs_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "run_groups", lambda *_: pytest.fail("measured"))
+    output = tmp_path / "none" / "rows.jsonl"
+    assert main(["bench", "--tokens", "512", "--output", str(output)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == f"h2o-jax: error: {output}: no such file or directory\n"
 
 
 def test_the_command_prints_writes_and_succeeds(tmp_path, capsys):

@@ -70,6 +70,7 @@ def _fill(state, k, v, *, policy, implementation):
     [
         ("h2o_token_sparse_attention", "float32", 1.0, 5000),
         ("h2o_token_sparse_attention", "float32", 0.99, 100),
+        ("h2o_token_sparse_attention", "float32", 0.0, 1),
         ("gqa_h2o_token_sparse_attention", "float32", 0.999, 993.2782),
         ("h2o_token_sparse_attention", "bfloat16", 1.0, 256),
         ("h2o_token_sparse_attention", "bfloat16", 0.99, None),

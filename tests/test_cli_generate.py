@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from h2o_jax.cli import generate as command
-from h2o_jax.cli import main
+from h2o_jax.cli import main, verify
 from tests import tiny_llama
 
 PROMPT = "hello world " * 8  # 32 tokens or more
@@ -27,7 +27,7 @@ def test_text_report_and_comparison(directory, capsys):
     options = ["--raw", "--page-size", "4", "--top-k", "3", "--reserved-bos", "1", "--reserved-eos", "2"]
     args = ["generate", "--model", str(directory), "--prompt", PROMPT, "--max-new-tokens", "9", "--compare", *options]
     assert main(args) == 0
-    out = capsys.readouterr().out
+    text, out = capsys.readouterr()
     prompt = re.search(r"prefill  (\d+) tokens, [\d.]+ tokens/s", out)
     length = int(prompt.group(1))
     new = int(re.search(r"decode   (\d+) tokens, [\d.]+ tokens/s", out).group(1))
@@ -39,14 +39,21 @@ def test_text_report_and_comparison(directory, capsys):
     assert "budget   6 pages of 4 = 24 tokens a step" in out
     assert re.search(r"common prefix +\d+ of \d+ tokens", out)
     assert re.search(r"top-1 agreement +[\d.]+%", out)
+    assert 0 < len(text.strip()) and "tokens/s" not in text, "the text alone is on standard output"
+    phases = ["loading the model", "compiling", f"prefill of {length} tokens"]
+    dense = ["compiling", f"prefill of {length} tokens", "decoding with dense attention"]
+    lines = out.splitlines()
+    assert lines[:3] == phases and lines[8:11] == dense and lines[11] == "comparing the two, token by token"
     assert float(re.search(r"mean KL\(dense, this\) +([\d.]+)", out).group(1)) > 0
 
 
-def test_comparing_dense_with_itself_agrees(directory, capsys):
-    args = ["generate", "--model", str(directory), "--prompt", PROMPT, "--policy", "dense_attention"]
+def test_a_budget_that_covers_all_is_not_compared(directory, monkeypatch, capsys):
+    monkeypatch.setattr(command, "teacher_forced_logits", None)
+    args = ["generate", "--model", str(directory), "--prompt", PROMPT]
     assert main([*args, "--max-new-tokens", "3", "--compare"]) == 0
-    out = capsys.readouterr().out
-    assert "top-1 agreement       100.0%" in out and "0.0000 nats" in out
+    err = capsys.readouterr().err
+    assert "100.0% of pages cached" in err and err.count("compiling") == 1
+    assert err.endswith("not compared with dense attention: each step read all cached pages, as that does\n")
 
 
 def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, capsys):
@@ -58,28 +65,30 @@ def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, c
     args = ["generate", "--model", str(directory), "--prompt-file", str(file), "--prompt", "A question?"]
     assert main([*args, "--max-new-tokens", "1", "--policy", "gqa_h2o_token_sparse_attention"]) == 0
     assert seen == ["A text.\n\nA question?"]
-    assert "budget   512 pages of 1 = 512 tokens a step" in capsys.readouterr().out
+    assert "budget   512 pages of 1 = 512 tokens a step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--policy", "nope"], "unknown policy 'nope'; registered are sink_recent_attention, "),
-        (["--policy", "h2o_token_sparse_attention", "--page-size", "16"], "page_size: expected 1 for h2o_token"),
-        (["--page-size", "0"], "page_size: expected a positive integer, got 0"),
-        (["--top-k", "0"], "top_k: expected an integer >= 1, got 0"),
-        (["--reserved-eos", "0"], "reserved_eos: expected an integer >= 1, got 0"),
-        (["--dense-layers", "7"], "dense_layers: expected layers below num_layers = 2, got [7]"),
-        (["--max-new-tokens", "0"], "max_new_tokens: expected a positive integer, got 0"),
-        (["--max-new-tokens", "600"], "exceed the model's context of 512 tokens"),
-        (["--temperature", "-1"], "temperature"),
+        (["--policy", "h2o_token_sparse_attention", "--page-size", "16"], "--page-size: expected 1 for h2o"),
+        (["--page-size", "0"], "error: --page-size: expected a positive integer, got 0"),
+        (["--top-k", "0"], "error: --top-k: expected an integer >= 1, got 0"),
+        (["--reserved-eos", "0"], "error: --reserved-eos: expected an integer >= 1, got 0"),
+        (["--dense-layers", "7"], "error: --dense-layers: expected layers below num_layers = 2, got [7]"),
+        (["--max-new-tokens", "0"], "error: --max-new-tokens: expected a positive integer, got 0"),
+        (["--max-new-tokens", "600"], " and 600 new ones exceed the model's context of 512 tokens"),
+        (["--temperature", "-1"], "error: --temperature: expected a number >= 0, got -1.0"),
         (["--prompt", " "], "the prompt is empty"),
-        (["--prompt-file", "missing.txt"], "missing.txt"),
-        (["--model", "missing.gguf"], "missing.gguf"),
-        (["--implementation", "pallas_interpret", "--top-p", "2"], "top_p"),
+        (["--prompt-file", "missing.txt"], "error: missing.txt: no such file or directory\n"),
+        (["--prompt-file", "/"], "error: /: is a directory\n"),
+        (["--model", "missing.gguf"], "error: missing.gguf: no such file or directory\n"),
+        (["--model", __file__], "error: --model: expected a Hugging Face directory or a .gguf file; got"),
+        (["--implementation", "pallas_interpret", "--top-p", "2"], "error: --top-p: expected a number in"),
         pytest.param(
             ["--implementation", "pallas"],
-            "--implementation pallas: expected a CUDA GPU, got the backend cpu",
+            "error: --implementation: 'pallas' needs a CUDA GPU, and the backend is cpu; ",
             marks=pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks"),
         ),
     ],
@@ -110,7 +119,7 @@ def test_one_new_token_is_printed(directory, capsys):
     texts = []
     for count in ("1", "3"):
         assert main([*args, "--max-new-tokens", count]) == 0
-        texts.append(capsys.readouterr().out.split("\nprefill")[0].rstrip("\n"))
+        texts.append(capsys.readouterr().out.rstrip("\n"))
     assert texts[0] and texts[1].startswith(texts[0])
 
 
@@ -127,6 +136,27 @@ def test_interrupt_ends_the_process_at_once():
     assert process.returncode == 130 and err == "\nh2o-jax: interrupted\n"
 
 
+@pytest.mark.parametrize("how", ["module", "script", "library"])
+def test_interrupt_while_jax_is_imported(how, tmp_path):
+    (tmp_path / "jax.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    (tmp_path / "h2o-jax").write_text("from h2o_jax.cli import script; script()")
+    arguments = {
+        "module": ["-m", "h2o_jax", "info"],
+        "script": [tmp_path / "h2o-jax", "info"],
+        "library": ["-c", "import h2o_jax", "-m", "h2o_jax"],
+    }
+    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, [str(tmp_path), *sys.path]))}
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([sys.executable, *arguments[how]], **options)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    if how == "library":  # a program of its own answers interrupts as it likes
+        assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
+    else:
+        assert process.returncode == 130 and err == "\nh2o-jax: interrupted\n"
+
+
 def test_a_reader_that_leaves_is_no_error(monkeypatch, capfd):
     def leave(args):
         raise BrokenPipeError
@@ -135,6 +165,15 @@ def test_a_reader_that_leaves_is_no_error(monkeypatch, capfd):
     monkeypatch.setattr("os.dup2", lambda *_: None)
     assert main(["generate", "--prompt", "x"]) == 0
     assert "error" not in capfd.readouterr().err
+
+
+def test_only_commands_that_draw_need_rich(monkeypatch, capsys):
+    for module in (command, verify):
+        assert not [x for x in vars(module).values() if getattr(x, "__module__", "").startswith("rich")]
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["bench", "--list"]) == 0
+    assert main(["generate", "--prompt", "x"]) == 2
+    assert "this command needs: pip install 'h2o-jax[cli]'" in capsys.readouterr().err
 
 
 def test_interrupt(directory, monkeypatch, capsys):

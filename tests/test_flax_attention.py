@@ -136,6 +136,30 @@ def arguments(case, length=1):
 
 @pytest.mark.parametrize("build", [nnx_loop, linen_loop], ids=["nnx", "linen"])
 @pytest.mark.parametrize("length", [1, 5])
+def test_row_counts_are_int32_arrays(build, length):
+    loop, parameters = build(CASES["G1-bias-dense"])
+    *given, num_tokens = arguments(CASES["G1-bias-dense"], length)
+    for dtype in ("float32", "bool", "uint32"):
+        with pytest.raises(ValueError, match=f"num_tokens: expected dtype int32, got {dtype}"):
+            loop.call(parameters, *given, num_tokens.astype(dtype))
+    with pytest.raises(ValueError, match=r"num_tokens: expected an array \[B\], got a list"):
+        loop.call(parameters, *given, [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("build", [nnx_loop, linen_loop], ids=["nnx", "linen"])
+def test_no_new_tokens_and_no_rows_give_empty_outputs(build):
+    case = CASES["G1-bias-dense"]
+    loop, parameters = build(case)
+    cache, table, x, num_tokens = arguments(case, 0)
+    assert jax.eval_shape(loop.call, parameters, cache, table, x, num_tokens)[1].shape == (4, 0, 12)
+    nobody = dataclasses.replace(table, pages=table.pages[:0], seq_lens=table.seq_lens[:0])
+    for length in (1, 5):
+        given = cache, nobody, jnp.zeros((0, length, case.in_features)), num_tokens[:0]
+        assert jax.eval_shape(loop.call, parameters, *given)[1].shape == (0, length, 12)
+
+
+@pytest.mark.parametrize("build", [nnx_loop, linen_loop], ids=["nnx", "linen"])
+@pytest.mark.parametrize("length", [1, 5])
 def test_float32_products_are_never_tf32(build, length):
     """Those of the projections and of attention; a 16-bit computation asks for nothing."""
     for dtype in (None, "bfloat16"):

@@ -122,9 +122,9 @@ def dot_general(*arguments, **keywords):
     return jax.lax.dot_general(*arguments, **keywords)
 
 
-def changed(part, shape):
+def changed(part, shape, name="kernel"):
     def change(params):
-        return params | {part: params[part] | {"kernel": jnp.ones(shape)}}
+        return params | {part: params[part] | {name: jnp.ones(shape)}}
 
     return change
 
@@ -132,6 +132,7 @@ def changed(part, shape):
 @pytest.mark.parametrize(
     ("changes", "change", "message"),
     [
+        (dict(precision="BF16_BF16_F32"), None, "precision can't be carried over: .* got 'BF16_BF16_F32'"),
         (dict(attention_fn=dot_general), None, "attention_fn can't be carried over: .* got <function dot"),
         (dict(qkv_dot_general=dot_general), None, "attention: qkv_dot_general can't be carried over"),
         (dict(out_dot_general_cls=dot_general), None, "attention: out_dot_general_cls can't be carried over"),
@@ -145,6 +146,9 @@ def changed(part, shape):
         (dict(normalize_qk=True), None, "params: expected those of attention, .*'query_ln/scale'"),
         ({}, lambda params: {"params": params}, r"params: expected .*; got \['params/key/bias'"),
         ({}, changed("key", (12, 4, 5)), r"params\['key'\]\['kernel'\]: .*= \[12, \?, 3\], got \[12, 4, 5\]"),
+        ({}, changed("key", (4, 4), "bias"), r"params\['key'\]\['bias'\]: .*D\] = \[4, 3\], got \[4, 4\]"),
+        ({}, changed("out", (3,), "bias"), r"params\['out'\]\['bias'\]: expected .* = \[12\], got"),
+        ({}, lambda params: None, r"params: expected those of attention, \['key/bias', .*\]; got None"),
         ({}, changed("value", (12, 2, 3)), r"params\['value'\]\['kernel'\]: .*4, 3\], got \[12, 2, 3\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) and value else "",
@@ -159,6 +163,26 @@ def test_from_attention_errors(changes, change, message):
 def test_from_attention_refuses_other_modules():
     with pytest.raises(ValueError, match="attention: expected a MultiHeadDotProductAttention; got Dense"):
         H2OAttention.from_attention(nn.Dense(3), {})
+
+
+class Doubled(nn.MultiHeadDotProductAttention):
+    """Other arithmetic in the same parameters."""
+
+    @nn.compact
+    def __call__(self, inputs_q, **options):
+        return 2 * super().__call__(inputs_q, **options)
+
+
+class Renamed(nn.MultiHeadDotProductAttention):
+    """The same arithmetic."""
+
+
+def test_from_attention_refuses_another_call():
+    params = flax_attention()[1]
+    with pytest.raises(ValueError, match="attention: __call__ can't be carried over.*got that of Doubled"):
+        H2OAttention.from_attention(Doubled(4), params)
+    for same in (Renamed, nn.MultiHeadAttention, nn.SelfAttention):
+        assert H2OAttention.from_attention(same(4), params)[0].head_dim == 3
 
 
 NAMED = {
@@ -311,6 +335,7 @@ def test_call_policy_overrides_the_attribute():
     [
         (dict(num_heads=3), "num_kv_heads: expected a divisor of num_heads; got num_heads = 3, num_kv_h"),
         (dict(head_dim=None, num_heads=8), "head_dim: expected in_features to be a multiple of num_heads"),
+        (dict(head_dim=0), "head_dim: expected a positive integer; got 0"),
         (dict(rope=RotaryEmbedding(16)), "rope: expected head_dim = 8; got head_dim = 16"),
         (dict(qk_norm="batch"), 'qk_norm: expected "rms", "layer" or a bool; got \'batch\''),
         (dict(policy=None), "policy: expected one from the constructor or the call; got None in both"),
@@ -329,5 +354,5 @@ def test_argument_errors():
     init = functools.partial(attention().init, jax.random.key(0))
     with pytest.raises(ValueError, match=r"x: expected \[B, T, 12\]; got shape \(2, 12\)"):
         init(cache, table, x[:, 0], num_tokens)
-    with pytest.raises(ValueError, match="expected 3 rows as in x"):
+    with pytest.raises(ValueError, match=r"table.seq_lens: expected shape \[B\] of x = \[3\], got \[2\]"):
         init(cache, table, jnp.ones((3, 1, FEATURES)), num_tokens)

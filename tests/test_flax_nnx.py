@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import h2o_jax
 from h2o_jax.nnx import H2OAttention
-from tests.flax_attention import Loop, assert_close, dense_loop, fresh_state
+from tests.flax_attention import assert_close, dense_loop, fresh_state
 
 DENSE = h2o_jax.get_policy("dense_attention")
 NORMAL, KERNEL = nnx.initializers.normal(0.5), nnx.initializers.lecun_normal()
@@ -54,10 +54,20 @@ def call(module):
     return lambda state, *arguments: nnx.merge(graph, state)(*arguments), state
 
 
-@pytest.mark.parametrize("name", FLAX)
+def replaced_parts():
+    """Norms of another kind with epsilons of their own, one without weights, and keys without bias."""
+    attention = flax_attention("multi-query-normalized")
+    attention.query_ln = nnx.RMSNorm(8, epsilon=0.5, use_scale=False, rngs=nnx.Rngs(0))
+    attention.key_ln = nnx.RMSNorm(8, epsilon=0.3, rngs=nnx.Rngs(0))
+    attention.key_ln.scale[...] = jnp.arange(8.0)
+    attention.key = nnx.LinearGeneral(16, (1, 8), use_bias=False, rngs=nnx.Rngs(3))
+    return attention
+
+
+@pytest.mark.parametrize("name", [*FLAX, "replaced parts"])
 def test_from_attention_equals_its_decode_mode(name, rng):
     """Step by step, with rows that join later."""
-    attention = flax_attention(name)
+    attention = flax_attention(name) if name in FLAX else replaced_parts()
     module = H2OAttention.from_attention(attention, policy=DENSE)
     starts = np.array([0, 5, 17])
     active = np.arange(STEPS)[:, None] >= starts
@@ -88,6 +98,20 @@ def test_from_attention_keeps_the_arrays(name):
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
     nnx.update(attention, jax.tree.map(lambda x: x + 1, nnx.state(attention)))
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module)), before)
+
+
+def test_from_attention_keeps_norms_as_they_are(rng):
+    attention = flax_attention("multi-query-normalized")
+    norms = [
+        nnx.LayerNorm(8, epsilon=0.5, bias_init=NORMAL, rngs=nnx.Rngs(0)),
+        nnx.LayerNorm(8, use_bias=False, use_scale=False, use_fast_variance=False, rngs=nnx.Rngs(0)),
+    ]
+    attention.query_ln, attention.key_ln = norms
+    module = H2OAttention.from_attention(attention)
+    x = jnp.asarray(rng.standard_normal((3, 8)), jnp.float32)
+    for ours, theirs in zip((module.q_norm, module.k_norm), norms):
+        np.testing.assert_array_equal(ours(x), theirs(x))
+    assert module.q_norm.bias is not norms[0].bias and module.k_norm.scale is None
 
 
 def test_from_attention_equals_a_module_of_its_own():
@@ -126,10 +150,21 @@ def test_from_attention_ignores_dropout_that_is_not_active(deterministic):
     np.testing.assert_array_equal(module.q_proj.kernel[...].ravel(), attention.query.kernel[...].ravel())
 
 
-def replaced(part):
-    attention = flax_attention()
-    setattr(attention, part, nnx.LoRALinear(16, 16, lora_rank=2, rngs=nnx.Rngs(0)))
+def replaced(part, new, name="multi-query-normalized"):
+    attention = flax_attention(name)
+    setattr(attention, part, new)
     return attention
+
+
+def projection(heads=1, **options):
+    return nnx.LinearGeneral(16, (heads, 8), rngs=nnx.Rngs(0), **options)
+
+
+class Doubled(nnx.MultiHeadAttention):
+    """Other arithmetic in the same parameters."""
+
+    def __call__(self, inputs_q, **options):
+        return 2 * super().__call__(inputs_q, **options)
 
 
 def dot_general(*arguments, **keywords):
@@ -152,9 +187,50 @@ def dot_general(*arguments, **keywords):
             lambda: flax_attention(dropout_rate=0.1, deterministic=False),
             "dropout can't be carried over: .*got dropout_rate = 0.1, deterministic = False",
         ),
-        (lambda: replaced("value"), "attention.value: expected a LinearGeneral; got LoRALinear"),
+        (
+            lambda: Doubled(4, 16, rngs=nnx.Rngs(0)),
+            "attention: __call__ can't be carried over: .* MultiHeadAttention; got that of Doubled",
+        ),
+        (
+            lambda: replaced("value", nnx.LoRALinear(16, 16, lora_rank=2, rngs=nnx.Rngs(0))),
+            "attention.value: expected a LinearGeneral; got LoRALinear",
+        ),
+        (lambda: replaced("key", projection(2)), r"attention.key.kernel: .*= \[16, 1, 8\], got \[16, 2, 8\]"),
+        (
+            lambda: replaced("key", projection(dtype="bfloat16")),
+            "attention.key: dtype can't be carried over: expected None as in attention; got bfloat16",
+        ),
+        (
+            lambda: replaced("value", projection(precision="BF16_BF16_F32")),
+            "attention.value: precision can't be carried over: .*; got 'BF16_BF16_F32'",
+        ),
+        (
+            lambda: replaced("value", projection(dot_general=dot_general)),
+            "attention.value: dot_general can't be carried over: expected the default",
+        ),
+        (
+            lambda: replaced("query", projection(4, preferred_element_type=jnp.float32)),
+            "attention.query: preferred_element_type can't be carried over",
+        ),
+        (
+            lambda: replaced("key", projection(axis=-2)),
+            r"attention.key: axis can't be carried over: expected \(-1,\); got \(-2,\)",
+        ),
+        (lambda: replaced("key_ln", None), "attention.key_ln: expected a LayerNorm or RMSNorm; got NoneType"),
+        (
+            lambda: replaced("key_ln", nnx.RMSNorm(8, rngs=nnx.Rngs(0))),
+            "attention.key_ln: expected a LayerNorm as in query_ln; got RMSNorm",
+        ),
+        (
+            lambda: replaced("query_ln", nnx.LayerNorm(4, rngs=nnx.Rngs(0))),
+            r"attention.query_ln.scale: expected shape \[D\] = \[8\], got \[4\]",
+        ),
+        (
+            lambda: replaced("query_ln", nnx.LayerNorm(8, promote_dtype=dot_general, rngs=nnx.Rngs(0))),
+            "attention.query_ln: promote_dtype can't be carried over",
+        ),
     ],
-    ids=["module", "function", "dot", "dot class", "promotion", "cross", "dropout", "projection"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_from_attention_errors(attention, message):
     with pytest.raises(ValueError, match=message):
@@ -295,8 +371,9 @@ def test_rms_is_the_default_norm():
     assert nnx.graphdef(attention(qk_norm=None)) == nnx.graphdef(attention(qk_norm=False))
 
 
-def test_float_row_counts_are_refused():
-    function, state = call(attention())
-    loop = Loop(function)
-    with pytest.raises(ValueError, match=r"num_tokens: expected dtype int32, got float32"):
-        loop.prefill(state, fresh_state(DENSE, 2, 8, 4, rows=2), jnp.ones((2, 3, 16)), jnp.ones(2))
+@pytest.mark.parametrize("size", ["in_features", "num_heads", "num_kv_heads", "head_dim", "out_features"])
+def test_sizes_are_positive_integers(size):
+    sizes = dict(in_features=16, num_heads=4, num_kv_heads=2, head_dim=8, out_features=16)
+    for bad in (0, 2.0):
+        with pytest.raises(ValueError, match=f"^{size}: expected a positive integer; got {bad}"):
+            H2OAttention(**(sizes | {size: bad}), rngs=nnx.Rngs(0))

@@ -8,7 +8,7 @@ from flax import nnx
 
 import h2o_jax
 from h2o_jax import generate as generate_module
-from h2o_jax.generate import GenerationLoop, generate
+from h2o_jax.generate import GenerationLoop, check_stop_tokens, generate
 from h2o_jax.models import Llama, LlamaConfig
 from h2o_jax.sampling import sample_top_p
 from h2o_jax.teacher_forcing import agreement, teacher_forced_logits
@@ -91,6 +91,13 @@ def test_a_small_budget_changes_the_logits(model):
     np.testing.assert_array_equal(exact[0], sparse[0])  # prefill is dense
     assert agreement(exact, sparse).mean_kl > 1e-6
     assert agreement(exact, exact) == (1.0, 0.0)
+    for rows in ((10, 3), (0, 0)):
+        message = r"dense_logits, policy_logits: expected one shape .*; got \[%d, 61\], \[%d, 61\]" % rows
+        with pytest.raises(ValueError, match=message):
+            agreement(exact[: rows[0]], sparse[: rows[1]])
+    for wrong in ([], [VOCAB]):
+        with pytest.raises(ValueError, match="continuation: expected .*token id"):
+            teacher_forced_logits(model, prompt, wrong, policy=DENSE, page_size=4)
 
 
 def test_teacher_forced_logits_choose_the_generated_tokens(model):
@@ -111,6 +118,54 @@ def test_a_stop_token_ends_its_row_only(model):
     assert run(model, PROMPTS, stop_tokens=[stop]) == expected
 
 
+STOPS = [3, 60]
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [STOPS, set(STOPS), iter(STOPS), np.array(STOPS, np.uint8), jnp.array(STOPS), list(jnp.array(STOPS))],
+    ids=["list", "set", "iterator", "NumPy", "JAX", "JAX scalars"],
+)
+def test_stop_tokens_in_any_iterable(stops):
+    assert check_stop_tokens(stops, VOCAB) == {3, 60}
+    assert all(type(token) is int for token in check_stop_tokens([np.int64(3)], VOCAB))
+    assert check_stop_tokens((), VOCAB) == check_stop_tokens(jnp.zeros(0, jnp.int32), VOCAB) == set()
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        "3",
+        b"3",
+        3,
+        None,
+        [True],
+        [3.0],
+        [-1],
+        [VOCAB],
+        [[3]],
+        np.array([3.0]),
+        np.array(3),
+        jnp.array([True]),
+        jnp.array([[3]]),
+    ],
+    ids=repr,
+)
+def test_stop_tokens_that_are_none(stops):
+    with pytest.raises(ValueError, match=rf"^stop_tokens: expected integers in \[0, {VOCAB}\), got "):
+        check_stop_tokens(stops, VOCAB)
+
+
+def test_a_loop_without_its_state_says_so(model, monkeypatch):
+    loop = GenerationLoop(model, PROMPTS, policy=DENSE, max_new_tokens=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(generate_module, "prefill_chunk", None)
+        with pytest.raises(TypeError):
+            next(loop.prefill())
+    with pytest.raises(RuntimeError, match="donated to a call that an exception ended; make a new loop"):
+        next(loop.prefill())
+
+
 def test_streaming_gives_the_same_tokens_with_one_compilation(model):
     loop = GenerationLoop(
         model, PROMPTS, policy=SPARSE, max_new_tokens=12, config=model.cache_config(4, 16, 4)
@@ -120,6 +175,8 @@ def test_streaming_gives_the_same_tokens_with_one_compilation(model):
     assert done[-1] == sum(map(len, PROMPTS))
     before = generate_module.decode_loop._cache_size()
     rows = [[] for _ in PROMPTS]
+    with pytest.raises(ValueError, match="num_tokens: expected None or a positive integer, got 0"):
+        loop.decode(0)
     while not loop.finished:
         for row, new in zip(rows, loop.decode(5)):
             row.extend(new)
@@ -166,6 +223,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
         (dict(prompts=[[1] * 125]), "125 tokens and 4 new ones exceed the model's context of 128"),
         (dict(max_new_tokens=0), "max_new_tokens: expected a positive integer, got 0"),
         (dict(max_new_tokens=True), "max_new_tokens: expected a positive integer, got True"),
+        (dict(stop_tokens="a"), r"stop_tokens: expected integers in \[0, 61\), got 'a'"),
         (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),
         (dict(top_p=0.0), "top_p"),

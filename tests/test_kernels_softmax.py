@@ -55,7 +55,9 @@ def exact_scores(arrays, case, *, group=None, decays=1, scale=None, whole_row=Fa
             # One key more of logit 0, as if a token outside the window took part.
             extra = np.exp(-logits.max(axis=1, keepdims=True)) if whole_row else 0
             chance = (weights / (weights.sum(axis=1, keepdims=True) + extra)).max(axis=0)
-            scores[row, head, logical] = chance + case.decay**decays * old[page, head, 0]
+            scores[row, head, logical] = chance
+            if case.decay:
+                scores[row, head, logical] += case.decay**decays * old[page, head, 0]
     return scores
 
 
@@ -73,7 +75,8 @@ def plain_scores(arrays, case, products):
     weights = np.exp(logits - peak)
     total = weights.sum(axis=-1, keepdims=True)
     chance = (weights / np.where(total == 0, np.float32(1), total)).max(axis=2)
-    new = chance + np.float32(case.decay) * old.swapaxes(1, 2).astype(np.float32)
+    old = np.float32(case.decay) * old.swapaxes(1, 2).astype(np.float32) if case.decay else 0
+    new = chance + old
     return new.astype(arrays["scores"].dtype).astype(np.float32)
 
 

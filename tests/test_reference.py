@@ -189,6 +189,7 @@ def test_rope_logit_depends_on_the_distance_alone():
         (0.999, "float32", 993.28),
         (1.0, "bfloat16", 256.0),
         (1.0, "float64", 5000.0),
+        (0.0, "bfloat16", 1.0),
     ],
 )
 def test_freeze(decay, dtype, expected):
@@ -196,6 +197,11 @@ def test_freeze(decay, dtype, expected):
     for _ in range(5000):
         score = reference.decayed_update(score, 1.0, decay, dtype)
     assert score == pytest.approx(expected, rel=1e-4)
+
+
+def test_without_decay_an_overflowed_score_is_forgotten():
+    assert reference.decayed_update(float("inf"), 0.25, 0.0, "float16") == 0.25
+    assert reference.decayed_update(float("inf"), 0.25, 0.5, "float16") == float("inf")
 
 
 @pytest.mark.parametrize(("decay", "expected"), [(0.99, 64.0), (0.999, 256.0)])

@@ -1,5 +1,6 @@
 """The server: requests of mixed length through few rows and a small pool, each as if it were alone."""
 
+import dataclasses
 import functools
 
 import jax
@@ -106,8 +107,9 @@ def test_stop_tokens_and_limits_are_each_request_s_own(page_case):
     expected = {}
     for i, (prompt, _) in enumerate(page_case.requests[:12]):
         alone = page_case.alone[i]
-        stop = alone[i] if i % 2 else VOCAB + 1  # the token of some step, or one that never comes
-        request = server.submit(prompt, max_new_tokens=MAX_NEW, stop_tokens=[stop])
+        never = next(token for token in range(VOCAB) if token not in alone)
+        stop = alone[i] if i % 2 else never
+        request = server.submit(prompt, max_new_tokens=MAX_NEW, stop_tokens=jnp.array([stop, never]))
         expected[request] = alone[: alone.index(stop) + 1] if i % 2 else alone
     assert serve(server)[0] == expected
     assert server.step() == []
@@ -164,6 +166,7 @@ def test_rows_are_given_in_order_of_arrival(page_case):
         (dict(prompt=[]), "prompt: expected at least one token id"),
         (dict(prompt=[1, VOCAB]), r"prompt: expected token ids in \[0, 61\), got \[1, 61\]"),
         (dict(prompt=[0.5]), "prompt: expected token ids"),
+        (dict(stop_tokens="</s>"), r"stop_tokens: expected integers in \[0, 61\), got '</s>'"),
         (dict(max_new_tokens=0), "max_new_tokens: expected a positive integer, got 0"),
         (dict(max_new_tokens=True), "max_new_tokens: expected a positive integer, got True"),
         (dict(max_new_tokens=128), "prompt: 1 tokens and 128 new ones exceed the model's context of 128"),
@@ -186,6 +189,51 @@ def test_a_bad_chunk_is_refused(page_case, prefill_chunk):
     config = cache_config(page_case.model, page_case.policy, 1)
     with pytest.raises(ValueError, match=f"prefill_chunk: expected an integer >= 2, got {prefill_chunk}"):
         Server(page_case.model, policy=page_case.policy, config=config, prefill_chunk=prefill_chunk)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(policy="dense_attention"), ValueError, "policy: expected a Policy, .*, got 'dense_attention'"),
+        (dict(config=None), ValueError, "config: expected a CacheConfig, got None"),
+        (dict(num_layers=3), ValueError, "config: expected num_layers = 2 as in the model, got 3"),
+        (dict(num_kv_heads=6), ValueError, "config: expected num_kv_heads = 2 as in the model, got 6"),
+        (dict(head_dim=4), ValueError, "config: expected head_dim = 8 as in the model, got 4"),
+        (dict(implementation="cuda"), ValueError, "implementation: expected None or one of"),
+        pytest.param(
+            dict(implementation="pallas"),
+            NotImplementedError,
+            "implementation: 'pallas' needs a CUDA GPU, and the backend is cpu",
+            marks=pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks"),
+        ),
+    ],
+    ids=str,
+)
+def test_what_can_not_run_is_refused_by_both_loops(page_case, change, error, message):
+    config = cache_config(page_case.model, page_case.policy, 1)
+    sizes = {name: value for name, value in change.items() if hasattr(config, name)}
+    options = dict(policy=page_case.policy, config=dataclasses.replace(config, **sizes))
+    options |= {name: value for name, value in change.items() if name not in sizes}
+    with pytest.raises(error, match=message):
+        Server(page_case.model, **options)
+    if options["config"] is not None:  # which `generate` fits to the prompts
+        with pytest.raises(error, match=message):
+            h2o_jax.generate(page_case.model, [[1]], max_new_tokens=1, **options)
+
+
+def test_a_server_whose_step_was_interrupted_says_so(page_case, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    server = new_server(page_case.model, page_case.policy)
+    server.submit([1, 2], max_new_tokens=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_get", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            server.step()
+    for call in (server.step, lambda: server.submit([1], max_new_tokens=1)):
+        with pytest.raises(RuntimeError, match="an exception ended an earlier step, .*; make a new server"):
+            call()
 
 
 def test_server_is_a_name_of_the_package():

@@ -1,14 +1,7 @@
-"""`python -m h2o_jax.bench` is `h2o-jax bench`, without the packages that other commands need."""
+"""`python -m h2o_jax.bench` is `h2o-jax bench`."""
 
-import argparse
 import sys
 
-from h2o_jax.cli import bench
+from h2o_jax.cli import main
 
-parser = argparse.ArgumentParser(prog="python -m h2o_jax.bench")
-bench.add_arguments(parser)
-args = parser.parse_args()
-try:
-    sys.exit(args.run(args))
-except ValueError as error:
-    parser.error(str(error))
+sys.exit(main(["bench", *sys.argv[1:]]))

@@ -25,11 +25,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "bandwidth of the device and against what would be used instead. Each result is checked before it is "
         "timed. The exit code is 1 if a check fails.",
     )
-    add_arguments(parser)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options on a parser of this command alone."""
     parser.set_defaults(run=run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="groups of rows; default all")
     parser.add_argument("--list", action="store_true", help="list the groups")
@@ -52,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
     environment = {"device": jax.devices()[0].device_kind, "date": datetime.date.today().isoformat()}
     environment |= {name: shown[name] for name in _VERSIONS}
 
-    print(section("versions", [(name, shown[name]) for name in _VERSIONS]))
-    print(section("devices", devices()))
-    print(bench.HEADER)
     rows = []
     with args.output.open("w", encoding="utf-8") if args.output else contextlib.nullcontext() as file:
+        print(section("versions", [(name, shown[name]) for name in _VERSIONS]))
+        print(section("devices", devices()))
+        print(bench.HEADER)
         for row in bench.run_groups(settings, args.names or bench.GROUPS):
             rows.append(row)
             print(row.to_line(), flush=True)

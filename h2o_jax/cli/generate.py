@@ -8,17 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from h2o_jax.cli.info import require_implementation
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
 from h2o_jax.generate import GenerationLoop, check_options
 from h2o_jax.models import StreamDecoder, load
 from h2o_jax.policy import get_policy
 from h2o_jax.teacher_forcing import agreement, teacher_forced_logits
+from pallas_kernels._dispatch import require_runnable
 
 TOKENS_A_PRINT = 4  # decode steps between two looks at what was generated
 
@@ -26,7 +23,9 @@ TOKENS_A_PRINT = 4  # decode steps between two looks at what was generated
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declares the command and its options."""
     parser = subparsers.add_parser(
-        "generate", help="generate text", description="Generates text and says what it cost."
+        "generate",
+        help="generate text",
+        description="Generates text, on standard output, and says on standard error what it cost.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--model", help="Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct")
@@ -64,12 +63,14 @@ class Run:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax generate --help`."""
+    from rich.console import Console
+
     policy, page_size = policy_from_options(args)
     check_options(args.max_new_tokens, args.temperature, args.top_p)
-    require_implementation(args.implementation)
+    require_runnable(args.implementation)
     text = _prompt_text(args)
     console = Console(stderr=True)
-    with console.status("loading the model"):
+    with _phase(console, "loading the model"):
         model, tokenizer = load(args.model, dtype=args.dtype)
     prompt = _encode(tokenizer, text, args.raw)
     options = dict(
@@ -82,11 +83,15 @@ def run(args: argparse.Namespace) -> int:
         implementation=args.implementation,
     )
     result = _generate(console, model, prompt, policy, options, StreamDecoder(tokenizer))
-    print(_report(result, len(prompt), policy, page_size, model.config.num_layers))
-    if args.compare:
+    read, cached = _pages(result, len(prompt), policy, page_size, model.config.num_layers)
+    budget = policy.budget(-(-(len(prompt) + len(result.tokens) - 1) // page_size))
+    _say(_report(result, len(prompt), read, cached, budget, page_size))
+    if args.compare and read == cached:
+        _say("\nnot compared with dense attention: each step read all cached pages, as that does")
+    elif args.compare:
         dense_policy = get_policy("dense_attention")
         dense = _generate(console, model, prompt, dense_policy, options, None)
-        with console.status("comparing the two, token by token"):
+        with _phase(console, "comparing the two, token by token"):
             logits = [
                 teacher_forced_logits(
                     model,
@@ -98,8 +103,20 @@ def run(args: argparse.Namespace) -> int:
                 )
                 for each in (dense_policy, policy)
             ]
-        print(_comparison(result, dense, agreement(*logits)))
+        _say(_comparison(result, dense, agreement(*logits)))
     return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _phase(console, text: str) -> contextlib.AbstractContextManager:
+    """Says what takes its time now: beside a spinner that ends with it on a terminal, else in a line."""
+    if console.is_terminal:
+        return console.status(text)
+    _say(text)
+    return contextlib.nullcontext()
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -126,18 +143,22 @@ def _encode(tokenizer, text: str, raw: bool) -> list[int]:
 
 def _generate(console, model, prompt, policy, options, decoder) -> Run:
     """Generates, printing the text as it comes where there is a `decoder`."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     loop = GenerationLoop(model, [prompt], policy=policy, **options)
     begin = time.perf_counter()
-    with console.status("compiling"):
+    with _phase(console, "compiling"):
         loop.compile()
     compiled = time.perf_counter()
     columns = TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    if not console.is_terminal:
+        _say(f"prefill of {len(prompt)} tokens")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("prefill", total=len(prompt))
         for done in loop.prefill():
             bar.update(task, completed=done)
     prefilled = time.perf_counter()
-    with contextlib.nullcontext() if decoder else console.status("decoding with dense attention"):
+    with contextlib.nullcontext() if decoder else _phase(console, "decoding with dense attention"):
         while True:  # the first token is there after the prefill, and may be the only one
             tokens = loop.decode(TOKENS_A_PRINT if decoder else None)[0]
             if decoder:
@@ -150,20 +171,22 @@ def _generate(console, model, prompt, policy, options, decoder) -> Run:
     return Run(loop.tokens[0], compiled - begin, prefilled - compiled, decoded - prefilled)
 
 
-def _report(result: Run, prompt_length: int, policy, page_size: int, num_layers: int) -> str:
+def _pages(result: Run, prompt_length: int, policy, page_size: int, num_layers: int) -> tuple[int, int]:
+    """Pages read, and pages cached, in all layers and decode steps."""
+    cached = -(-(prompt_length + np.arange(1, len(result.tokens))) // page_size)  # in use at each step
+    longest = int(cached.max(initial=0))
+    budgets = [policy.for_layer(layer).budget(longest) for layer in range(num_layers)]
+    return int(sum(np.minimum(cached, budget).sum() for budget in budgets)), int(cached.sum()) * num_layers
+
+
+def _report(result: Run, prompt_length: int, read: int, cached: int, budget: int, page_size: int) -> str:
     new = len(result.tokens)
-    cached = -(-(prompt_length + np.arange(1, new)) // page_size)  # pages in use at each decode step
-    read = np.zeros(len(cached), np.int64)
-    for layer in range(num_layers):
-        read += np.minimum(cached, policy.for_layer(layer).budget(int(cached.max(initial=0))))
-    total = int(cached.sum()) * num_layers
-    pages = f"{read.sum() / total:.1%} of pages cached" if total else "no decode step"
-    budget = policy.budget(int(cached.max(initial=0)))
+    share = f"{read / cached:.1%} of pages cached" if cached else "no decode step"
     return (
         f"\nprefill  {prompt_length} tokens, {prompt_length / result.prefill_seconds:.1f} tokens/s\n"
         f"decode   {new} tokens, {max(new - 1, 0) / result.decode_seconds:.1f} tokens/s"
         f" (compilation {result.compile_seconds:.1f} s, not counted)\n"
-        f"read     {int(read.sum())} pages of {total} cached, all layers and steps: {pages}\n"
+        f"read     {read} pages of {cached} cached, all layers and steps: {share}\n"
         f"budget   {budget} pages of {page_size} = {budget * page_size} tokens a step"
     )
 

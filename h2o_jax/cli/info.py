@@ -154,15 +154,6 @@ def chosen_implementation(op: str) -> str:
     return f"{chosen or 'none'}: {'; '.join(reasons)}{also}"
 
 
-def require_implementation(name: str | None) -> None:
-    """Raises ValueError where `--implementation NAME` can't run on this machine."""
-    if name == "pallas" and name not in candidates(None):
-        raise ValueError(
-            f"--implementation pallas: expected a CUDA GPU, got the backend {jax.default_backend()}; "
-            "pallas_interpret runs the same kernels here, slowly"
-        )
-
-
 def _why_not(op: str, implementation: str) -> str | None:
     arguments, arrays, options = _typical_case(op)
     call = functools.partial(getattr(pallas_kernels, op), **options, implementation=implementation)

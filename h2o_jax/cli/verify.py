@@ -2,14 +2,10 @@
 
 import argparse
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from h2o_jax import verification
-from h2o_jax.cli.info import devices, implementations, require_implementation, section, versions
+from h2o_jax.cli.info import devices, implementations, section, versions
 from h2o_jax.verification import DEFAULT_SEED
-from pallas_kernels._dispatch import IMPLEMENTATIONS
+from pallas_kernels._dispatch import IMPLEMENTATIONS, require_runnable
 
 FAILED = 1
 _WIDTH_WITHOUT_TERMINAL = 160
@@ -31,9 +27,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax verify --help`."""
+    from rich.console import Console
+
     if args.seed < 0:
         raise ValueError(f"--seed: expected a number >= 0, got {args.seed}")
-    require_implementation(args.implementation)
+    require_runnable(args.implementation)
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH_WITHOUT_TERMINAL
@@ -53,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if failed else 0
 
 
-def _table(checks: list[verification.Check]) -> Table:
+def _table(checks: list[verification.Check]):
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table("check", "here", "published", "passes if", "")
     last = None
     for check in checks:

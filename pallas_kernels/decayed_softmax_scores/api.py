@@ -8,6 +8,7 @@ from pallas_kernels._checks import (
     FLOAT_DTYPES,
     check_choice,
     check_dtype,
+    check_pool_array,
     check_queries,
     check_row_ints,
     check_shape,
@@ -52,7 +53,7 @@ def decayed_softmax_scores(
         scores: [num_pages, Hkv, 1] accumulated scores.
         pages: [B, M] int32 page table; an entry outside `[0, num_pages)` is no page.
         start, stop: [B] int32 window in logical pages, `[start, stop)`; empty where start >= stop.
-        decay: factor on the old score, in (0, 1].
+        decay: factor on the old score, in [0, 1]; with 0 the old score counts for nothing, whatever it is.
         scale: factor on the logits.
         group: "max" or "mean", how the G queries of a KV head are joined.
         implementation: "xla", "pallas", "pallas_interpret" or None for the best here.
@@ -66,15 +67,14 @@ def decayed_softmax_scores(
         NotImplementedError: the named implementation can't.
     """
     check_choice("group", group, GROUPS)
-    check_shape("k_pool", k_pool, (None, None, 1, None), "[num_pages, Hkv, 1, D]")
-    check_dtype("k_pool", k_pool, FLOAT_DTYPES)
+    check_pool_array("k_pool", k_pool, (None, None, 1, None), "[num_pages, Hkv, 1, D]")
     check_shape("scores", scores, k_pool.shape[:3], "[num_pages, Hkv, 1]")
     check_dtype("scores", scores, FLOAT_DTYPES)
     check_table(pages)
     check_queries(q, pages.shape[0], k_pool.shape[1], k_pool.shape[3])
     check_row_ints(pages.shape[0], start=start, stop=stop)
-    if not 0 < decay <= 1:
-        raise ValueError(f"decay: expected a number in (0, 1], got {decay!r}")
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay: expected a number in [0, 1], got {decay!r}")
     return dispatch(
         "decayed_softmax_scores",
         implementation,

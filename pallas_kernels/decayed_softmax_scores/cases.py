@@ -80,7 +80,8 @@ class Case:
 def make(case: Case, *, seed: int = 0, poison: float = np.nan) -> dict[str, jax.Array]:
     """Arguments of `decayed_softmax_scores` for a case, the options excepted.
 
-    Page ids are permuted, and keys and scores of every token outside the windows are poison.
+    Page ids are permuted, and keys and scores of every token outside the windows are poison. Where decay is
+    0 the old scores are infinite, for they count for nothing.
     """
     rng = np.random.default_rng(seed)
     shapes = case.shapes
@@ -96,6 +97,8 @@ def make(case: Case, *, seed: int = 0, poison: float = np.nan) -> dict[str, jax.
         "start": [start for start, _ in case.windows],
         "stop": [stop for _, stop in case.windows],
     }
+    if not case.decay:
+        arrays["scores"] = np.where(scored, np.inf, arrays["scores"])
     return {name: jnp.asarray(array, shapes[name].dtype) for name, array in arrays.items()}
 
 
@@ -114,7 +117,7 @@ CASES = (
         dtype="float32",
         score_dtype="float16",
     ),
-    Case("g7-d72-bf16-q-f32-max", group_size=7, head_dim=72, q_dtype="float32"),
+    Case("g7-d72-bf16-q-f32-max-decay-0", group_size=7, head_dim=72, q_dtype="float32", decay=0.0),
     Case(
         "g20-d8-f16-q-bf16-max-plain-sum",
         group_size=20,

@@ -285,7 +285,10 @@ def _update_kernel(
         page = plt.load(pages_ref.at[row, pl.ds(tile * tokens, tokens)], mask=inside, other=jnp.int32(-1))
         valid = inside & (page >= 0) & (page < num_pages)
         stored = (head < num_kv_heads)[:, None] & valid[None]
-        old = load(scores_ref, (page[None], head[:, None], 0), stored).astype(jnp.float32)
+        index = (page[None], head[:, None], 0)
+        old = 0.0  # for decay = 0, whatever is stored: 0 * inf is NaN, and a float16 sum may have overflowed
+        if decay:
+            old = load(scores_ref, index, stored).astype(jnp.float32)
 
         # What the first launch left unwritten is loaded too, so that a thread loads several logits at once.
         exists = (head < num_kv_heads)[:, None] & (position >= 0)[None]
@@ -298,7 +301,6 @@ def _update_kernel(
             probability = jnp.maximum(probability, weights / jnp.where(total == 0, 1.0, total)[:, None])
 
         new = (probability + decay * old).astype(scores_ref.dtype)
-        index = (page[None], head[:, None], 0)
         store_rows(scores_ref, index, new, stored, interpret=interpret)
         if interpret:
             # Else XLA may form it twice, once with a fused multiply-add, and return what it did not store.

@@ -16,12 +16,14 @@ def decayed_softmax_scores(q, k_pool, scores, pages, start, stop, *, decay, scal
     q = group_queries(q, num_kv_heads, group)
     logits = scale * jnp.einsum("bhgd,bmhd->bhgm", q, keys, precision=Precision.HIGHEST)
     logits = jnp.where(valid[:, :, None], logits, -jnp.inf)
-    peak = logits.max(axis=-1, keepdims=True)
+    peak = logits.max(axis=-1, keepdims=True, initial=-jnp.inf)  # M may be 0
     weight = jnp.exp(logits - jnp.where(jnp.isneginf(peak), 0, peak))
     total = weight.sum(axis=-1, keepdims=True)
     probability = (weight / jnp.where(total == 0, 1, total)).max(axis=2)  # [B, Hkv, M]
 
-    old = scores.at[page].get(mode="fill", fill_value=0)[..., 0].swapaxes(1, 2).astype(jnp.float32)
+    old = 0.0  # for decay = 0, whatever is stored: 0 * inf is NaN, and a float16 sum may have overflowed
+    if decay:
+        old = scores.at[page].get(mode="fill", fill_value=0)[..., 0].swapaxes(1, 2).astype(jnp.float32)
     new = (probability + decay * old).astype(scores.dtype)
     scores = scores.at[page].set(new.swapaxes(1, 2)[..., None], mode="drop")
     return scores, jnp.where(valid, new.astype(jnp.float32), -jnp.inf)

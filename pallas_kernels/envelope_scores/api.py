@@ -6,12 +6,10 @@ from functools import partial
 import jax
 
 from pallas_kernels._checks import (
-    FLOAT_DTYPES,
     check_choice,
-    check_dtype,
+    check_pool_array,
     check_queries,
     check_row_ints,
-    check_shape,
     check_table,
 )
 from pallas_kernels._dispatch import dispatch
@@ -70,8 +68,7 @@ def envelope_scores(
     """
     check_choice("kinds", tuple(kinds), KINDS)
     check_choice("group", group, GROUPS)
-    check_shape("summaries", summaries, (None, None, len(kinds), None), "[num_pages, Hkv, S, D]")
-    check_dtype("summaries", summaries, FLOAT_DTYPES)
+    check_pool_array("summaries", summaries, (None, None, len(kinds), None), "[num_pages, Hkv, S, D]")
     check_table(pages)
     check_queries(q, pages.shape[0], summaries.shape[1], summaries.shape[3])
     check_row_ints(pages.shape[0], start=start, stop=stop)

@@ -5,8 +5,8 @@ from functools import partial
 import jax
 
 from pallas_kernels._checks import (
-    FLOAT_DTYPES,
     check_dtype,
+    check_pool_array,
     check_queries,
     check_row_ints,
     check_shape,
@@ -54,8 +54,7 @@ def paged_attention(
         ValueError: a wrong shape or dtype; the message names the argument.
         NotImplementedError: the named implementation can't.
     """
-    check_shape("k_pool", k_pool, (None,) * 4, "[num_pages, Hkv, P, D]")
-    check_dtype("k_pool", k_pool, FLOAT_DTYPES)
+    check_pool_array("k_pool", k_pool, (None,) * 4, "[num_pages, Hkv, P, D]")
     check_shape("v_pool", v_pool, k_pool.shape, "[num_pages, Hkv, P, D]")
     check_dtype("v_pool", v_pool, (k_pool.dtype.name,))
     check_table(pages)

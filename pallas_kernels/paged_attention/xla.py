@@ -22,7 +22,7 @@ def paged_attention(q, k_pool, v_pool, pages, seq_lens, selected, counts, *, sca
     groups = group_queries(q, num_kv_heads)  # [B, Hkv, G, D]
     logits = scale * jnp.einsum("bhgd,bhwpd->bhgwp", groups, keys, precision=Precision.HIGHEST)
     logits = jnp.where(valid[:, :, None], logits, -jnp.inf)
-    peak = logits.max(axis=(-2, -1), keepdims=True)
+    peak = logits.max(axis=(-2, -1), keepdims=True, initial=-jnp.inf)  # W may be 0
     peak = jnp.where(jnp.isneginf(peak), 0, peak)
     weight = jnp.exp(logits - peak)
     total = weight.sum(axis=(-2, -1))  # [B, Hkv, G]

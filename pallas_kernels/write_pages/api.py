@@ -9,6 +9,7 @@ from pallas_kernels._checks import (
     FLOAT_DTYPES,
     check_choice,
     check_dtype,
+    check_pool_array,
     check_row_ints,
     check_shape,
     check_table,
@@ -63,8 +64,7 @@ def write_pages(
         ValueError: a wrong shape or dtype; the message names the argument.
         NotImplementedError: the named implementation can't.
     """
-    check_shape("k_pool", k_pool, (None,) * 4, "[num_pages, Hkv, P, D]")
-    check_dtype("k_pool", k_pool, FLOAT_DTYPES)
+    check_pool_array("k_pool", k_pool, (None,) * 4, "[num_pages, Hkv, P, D]")
     num_pages, num_kv_heads, page_size, head_dim = k_pool.shape
     check_shape("v_pool", v_pool, k_pool.shape, "[num_pages, Hkv, P, D]")
     check_dtype("v_pool", v_pool, (k_pool.dtype.name,))
@@ -78,8 +78,7 @@ def write_pages(
         check_choice("summary_kinds", kind, SUMMARY_KINDS)
     if summaries is not None:
         shape = (num_pages, num_kv_heads, len(summary_kinds), head_dim)
-        check_shape("summaries", summaries, shape, "[num_pages, Hkv, S, D]")
-        check_dtype("summaries", summaries, FLOAT_DTYPES)
+        check_pool_array("summaries", summaries, shape, "[num_pages, Hkv, S, D]")
     if scores is not None:
         check_shape("scores", scores, k_pool.shape[:3], "[num_pages, Hkv, P]")
         check_dtype("scores", scores, FLOAT_DTYPES)
