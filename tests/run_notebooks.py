@@ -10,10 +10,12 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-# ipykernel warns of itself when it shuts down.
-_STRICT = (
-    "import warnings; warnings.simplefilter('error'); warnings.filterwarnings('ignore', module='ipykernel')"
-)
+# Only while a cell runs: ipykernel warns of itself when it starts and when it shuts down.
+_WARNINGS_ARE_ERRORS = """
+import warnings
+get_ipython().events.register("pre_run_cell", lambda _: warnings.simplefilter("error"))
+get_ipython().events.register("post_run_cell", lambda _: warnings.simplefilter("ignore"))
+"""
 
 
 def read(path):
@@ -46,7 +48,7 @@ def execute(notebook, parameters=None):
         timeout=600,
         record_timing=False,
         coalesce_streams=True,
-        extra_arguments=[f"--IPKernelApp.exec_lines={_STRICT}", "--log-level=ERROR"],
+        extra_arguments=[f"--IPKernelApp.exec_lines={_WARNINGS_ARE_ERRORS}", "--log-level=ERROR"],
         resources={"metadata": {"path": str(ROOT)}},
     ).execute(env=os.environ | {"JAX_PLATFORMS": "cpu"})
     notebook.metadata = metadata  # without the version of the Python that ran it

@@ -17,7 +17,7 @@ SMALL = {
     "01_heavy_hitters": dict(
         NUM_TOKENS=128, SHOWN_LAYERS=(3, 15), RESERVED_BOS=4, TOP_K=8, RESERVED_EOS=8, HALF_LIVES=(4, 44)
     ),
-    "02_envelopes": dict(NUM_TOKENS=128, PAGE_SIZES=(1, 4, 16), STRIDE=16),
+    "02_envelopes": dict(NUM_TOKENS=128, PAGE_SIZES=(4, 16), STRIDE=16),
     "03_decay": dict(SEED=0, NEWCOMER_CASES=3),
     "04_paged_pool": dict(PAGE_SIZE=8, HEAD_DIM=4, NUM_STEPS=60, SEED=1),
     "05_decode_loop": dict(FEATURES=16, PROMPT=40, NUM_STEPS=24, LAYERS=1, NUM_REQUESTS=4, NUM_BUDGETS=2),
