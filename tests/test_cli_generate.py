@@ -136,27 +136,6 @@ def test_interrupt_ends_the_process_at_once():
     assert process.returncode == 130 and err == "\nh2o-jax: interrupted\n"
 
 
-@pytest.mark.parametrize("how", ["module", "script", "library"])
-def test_interrupt_while_jax_is_imported(how, tmp_path):
-    (tmp_path / "jax.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
-    (tmp_path / "h2o-jax").write_text("from h2o_jax.cli import script; script()")
-    arguments = {
-        "module": ["-m", "h2o_jax", "info"],
-        "script": [tmp_path / "h2o-jax", "info"],
-        "library": ["-c", "import h2o_jax", "-m", "h2o_jax"],
-    }
-    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, [str(tmp_path), *sys.path]))}
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    process = subprocess.Popen([sys.executable, *arguments[how]], **options)
-    assert process.stdout.readline() == "importing\n"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    if how == "library":  # a program of its own answers interrupts as it likes
-        assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
-    else:
-        assert process.returncode == 130 and err == "\nh2o-jax: interrupted\n"
-
-
 def test_a_reader_that_leaves_is_no_error(monkeypatch, capfd):
     def leave(args):
         raise BrokenPipeError

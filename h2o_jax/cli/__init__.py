@@ -2,19 +2,30 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from h2o_jax._interrupt import INTERRUPTED, install
 from h2o_jax.cli.errors import describe
 
 BAD_INPUT = 2
+INTERRUPTED = 130
 
 
 def script() -> None:
-    """The command as a process: `main`, and an interrupt ends it at once."""
-    install()
+    """The command as a process: `main`, and an interrupt ends it at once.
+
+    An interrupt raised as an exception is lost where it meets a callback of XLA's, and may crash while
+    XLA's threads are torn down.
+    """
+    signal.signal(signal.SIGINT, _interrupted)
     sys.exit(main())
+
+
+def _interrupted(*_) -> None:
+    show_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a progress bar hides it
+    os.write(2, show_cursor + b"\nh2o-jax: interrupted\n")  # a print might be what was interrupted
+    os._exit(INTERRUPTED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
