@@ -301,8 +301,8 @@ def test_unknown_policy(name):
         ({"top_k": 0}, "top_k: expected an integer >= 1, got 0"),
         ({"reserved_eos": 0}, "reserved_eos: expected an integer >= 1, got 0"),
         ({"reserved_bos": -1}, "reserved_bos: expected an integer >= 0, got -1"),
-        ({"decay": 0}, r"decay: expected a number in \(0, 1\], got 0"),
-        ({"decay": 1.5}, r"decay: expected a number in \(0, 1\], got 1.5"),
+        ({"decay": -0.5}, r"decay: expected a number in \[0, 1\], got -0.5"),
+        ({"decay": 1.5}, r"decay: expected a number in \[0, 1\], got 1.5"),
     ],
 )
 def test_wrong_policy_options(options, message):
@@ -367,7 +367,7 @@ def test_a_config_is_a_static_argument():
         ("envelope_scores", {"kinds": ("mean",)}, r"summaries: expected shape .*, got \[16, 2, 3, 8\]"),
         ("write_pages", {"summary_kinds": ("median", "max", "min")}, "summary_kinds: expected one of .* 'median'"),
         ("write_pages", {"summary_kinds": ("mean",)}, r"summaries: expected shape .*, got \[16, 2, 3, 8\]"),
-        ("decayed_softmax_scores", {"decay": 0}, "decay: expected a number in .* got 0"),
+        ("decayed_softmax_scores", {"decay": -0.5}, "decay: expected a number in .* got -0.5"),
         ("decayed_softmax_scores", {"decay": 1.5}, "decay: expected a number in .* got 1.5"),
         ("decayed_softmax_scores", {"decay": float("nan")}, "decay: expected a number in .* got nan"),
         (

@@ -20,8 +20,8 @@ class H2OTokenPolicy(Policy):
     written, and are kept per layer and KV head in `aux["hh_score"]` [num_pages, Hkv, 1].
 
     Attributes:
-        decay: factor on the old score, in (0, 1]. 1 is the plain sum of H2O; below 1 a score is bounded
-            by `1 / (1 - decay)`, so that a narrow dtype keeps registering new mass.
+        decay: factor on the old score, in [0, 1]. 1 is the plain sum of H2O; below 1 a score is bounded
+            by `1 / (1 - decay)`, so that a narrow dtype keeps registering new mass; 0 keeps this step alone.
         scale: factor on the logits; None is `head_dim ** -0.5`.
         score_dtype: of `hh_score`. bfloat16 halves its size and rounds each step once.
     """
@@ -35,8 +35,8 @@ class H2OTokenPolicy(Policy):
 
     def __post_init__(self):
         super().__post_init__()
-        if not (is_number(self.decay) and 0 < self.decay <= 1):
-            raise ValueError(f"decay: expected a number in (0, 1], got {self.decay!r}")
+        if not (is_number(self.decay) and 0 <= self.decay <= 1):
+            raise ValueError(f"decay: expected a number in [0, 1], got {self.decay!r}")
         if self.scale is not None and not (is_number(self.scale) and 0 < self.scale):
             raise ValueError(f"scale: expected None or a positive number, got {self.scale!r}")
         try:

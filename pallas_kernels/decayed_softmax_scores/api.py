@@ -52,7 +52,7 @@ def decayed_softmax_scores(
         scores: [num_pages, Hkv, 1] accumulated scores.
         pages: [B, M] int32 page table; an entry outside `[0, num_pages)` is no page.
         start, stop: [B] int32 window in logical pages, `[start, stop)`; empty where start >= stop.
-        decay: factor on the old score, in (0, 1].
+        decay: factor on the old score, in [0, 1].
         scale: factor on the logits.
         group: "max" or "mean", how the G queries of a KV head are joined.
         implementation: "xla", "pallas", "pallas_interpret" or None for the best here.
@@ -73,8 +73,8 @@ def decayed_softmax_scores(
     check_table(pages)
     check_queries(q, pages.shape[0], k_pool.shape[1], k_pool.shape[3])
     check_row_ints(pages.shape[0], start=start, stop=stop)
-    if not 0 < decay <= 1:
-        raise ValueError(f"decay: expected a number in (0, 1], got {decay!r}")
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay: expected a number in [0, 1], got {decay!r}")
     return dispatch(
         "decayed_softmax_scores",
         implementation,
