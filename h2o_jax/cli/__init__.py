@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 where a check failed, 2 for bad input, 130 when interrupted.
     """
     try:
-        from h2o_jax.cli import bench, generate, info, verify
+        from h2o_jax.cli import bench, eval, generate, info, verify
     except ImportError as error:
         return _refuse(f"{error}; the command line needs: pip install 'h2o-jax[cli]'")
     parser = argparse.ArgumentParser(prog="h2o-jax", description="H2O sparse attention for LLM decoding in JAX.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (generate, verify, bench, info):
+    for command in (generate, verify, bench, eval, info):
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:

@@ -1,0 +1,241 @@
+"""`h2o-jax eval`: what reading fewer tokens costs in quality."""
+
+import argparse
+import dataclasses
+import datetime
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from h2o_jax.cli.info import versions
+from h2o_jax.eval import TASKS, Cell, PolicySpec, Setup, Store, budget_tokens, evaluate, grid, policy_names
+from h2o_jax.eval.plot import require_matplotlib, write_plot
+from h2o_jax.eval.report import table, write_csv
+from h2o_jax.models import load
+from h2o_jax.models.loading import default_model_path
+
+_VERSIONS = ("h2o-jax", "jax", "jaxlib", "python")
+_WIDTH_WITHOUT_TERMINAL = 160
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What runs when nothing is said: on a CPU of two cores, some minutes.
+
+    Attributes:
+        policies, page_sizes, budgets: as on the command line.
+        context, steps, rows: as in `Setup`.
+    """
+
+    policies: Sequence[str]
+    page_sizes: Sequence[int]
+    budgets: Sequence[Fraction]
+    context: int
+    steps: int
+    rows: int
+
+
+_ON_CPU = Defaults(
+    policies=(
+        "dense_attention",
+        "gqa_h2o_sparse_attention",
+        "gqa_h2o_token_sparse_attention",
+        "sink_recent_attention",
+        "random",
+    ),
+    page_sizes=(1, 16),
+    budgets=(Fraction(1, 8), Fraction(1, 4)),
+    context=1024,
+    steps=64,
+    rows=1,
+)
+_ON_GPU = Defaults(
+    policies=policy_names(),
+    page_sizes=(1, 16, 32),
+    budgets=(Fraction(1, 16), Fraction(1, 8), Fraction(1, 4), Fraction(1, 2)),
+    context=4096,
+    steps=128,
+    rows=4,
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command and its options."""
+    parser = subparsers.add_parser(
+        "eval",
+        help="measure what a policy costs in quality",
+        description="Compares policies with dense attention at equal budgets of tokens, after the same dense prefill: "
+        "perplexity of a text, with KL and top-1 agreement; coverage of exact attention; and passkeys found.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"some of {', '.join(TASKS)}; default all")
+    parser.add_argument("--model", help="Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU")
+    parser.add_argument("--text", type=Path, help="a UTF-8 text file; default the prose of Python's help topics")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help=f"of {', '.join(policy_names())}; default some on a CPU, all on a GPU",
+    )
+    parser.add_argument("--page-sizes", nargs="+", type=int, metavar="P", help="tokens of a page; default 1 16")
+    budgets_help = "tokens read in a step, or fractions of the context, such as 1/16,1/4"
+    parser.add_argument("--budgets", type=_budgets, metavar="B,...", help=budgets_help)
+    parser.add_argument("--context", type=int, help="tokens of the dense prefill")
+    parser.add_argument("--steps", type=int, help="decode steps of perplexity and coverage")
+    rows_help = "windows of the text, and passkeys at each depth; all are one batch"
+    parser.add_argument("--rows", type=int, help=rows_help)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines, one a finished cell; they are not run again")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw quality against budget, such as out.png")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; see `h2o-jax eval --help`."""
+    defaults = _ON_GPU if jax.default_backend() == "gpu" else _ON_CPU
+    chosen = {
+        field.name: given if (given := getattr(args, field.name)) is not None else getattr(defaults, field.name)
+        for field in dataclasses.fields(Defaults)
+    }
+    context, page_sizes = chosen["context"], chosen["page_sizes"]
+    _check_positive(page_sizes=page_sizes, context=[context])
+    policies = [PolicySpec.parse(text) for text in chosen["policies"]]
+    budgets = budget_tokens(chosen["budgets"], context, page_sizes)
+    cells = grid(args.tasks or TASKS, policies, page_sizes, budgets, context)
+    if args.plot:
+        require_matplotlib()
+    text = _text(args.text)
+    store = Store(args.output)
+    console = Console(stderr=True)
+    if store.note:
+        console.print(store.note, highlight=False)
+    with console.status("loading the model"):
+        model, tokenizer = load(args.model, dtype=args.dtype)
+    setup = Setup(model, tokenizer, text, context, chosen["steps"], chosen["rows"])
+    environment = {
+        "model": (default_model_path() if args.model is None else Path(args.model)).name,
+        "device": jax.devices()[0].device_kind,
+        **setup.key(),
+    }
+    keys = {cell: cell.key() | environment for cell in cells}
+    missing = [cell for cell in cells if store.find(keys[cell]) is None]
+    print(_plan(cells, missing, setup, environment, page_sizes, budgets), flush=True)
+
+    around = {"date": datetime.date.today().isoformat()}
+    around |= {name: version for name, version in versions() if name in _VERSIONS}
+    with Reporter(console, len(missing), context) as reporter:
+        for cell, results in evaluate(setup, reporter.announced(missing), reporter.prefilled):
+            store.append(keys[cell] | around, results)
+    records = [store.find(keys[cell]) for cell in cells]
+    _print_tables(records)
+    if args.csv:
+        write_csv(args.csv, records)
+    if args.plot:
+        write_plot(args.plot, records)
+    return 0
+
+
+def _check_positive(**options: Sequence[int]) -> None:
+    for name, values in options.items():
+        for value in values:
+            if value < 1:
+                raise ValueError(f"{name}: expected positive integers, got {value}")
+
+
+def _budgets(text: str) -> list[Fraction | int]:
+    try:
+        return [Fraction(part) if "/" in part else int(part) for part in text.split(",")]
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"expected budgets such as 1/16,1/4 or 256,512, got {text!r}") from None
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        import pydoc_data.topics  # half a megabyte, for this command alone
+
+        return "\n".join(pydoc_data.topics.topics.values())
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path}: expected UTF-8 text, {error}") from None
+
+
+def _plan(cells: list[Cell], missing: list[Cell], setup: Setup, environment, page_sizes, budgets) -> str:
+    tasks = ", ".join(f"{task} {number}" for task in TASKS if (number := sum(cell.task == task for cell in cells)))
+    finished = len(cells) - len(missing)
+    return (
+        f"{len(cells)} cells ({tasks})" + (f", {finished} of them finished before" if finished else "") + "\n"
+        f"{environment['model']} in {environment['dtype']} on {environment['device']}; "
+        f"context {setup.context} tokens, {setup.steps} steps, {setup.rows} rows\n"
+        f"page sizes {', '.join(map(str, page_sizes))}; budgets {', '.join(map(str, budgets))} tokens\n"
+        f"policies {', '.join(dict.fromkeys(str(cell.policy) for cell in cells))}\n"
+    )
+
+
+class Reporter:
+    """Says which cell runs and how long the rest may take: a bar on a terminal, else a line a cell.
+
+    Args:
+        console: where to.
+        total: cells to run.
+        context: tokens of a prefill.
+    """
+
+    def __init__(self, console: Console, total: int, context: int):
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=total)
+        self._console, self._total, self._context = console, total, context
+        self._cell = ""
+
+    def __enter__(self) -> "Reporter":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+
+    def announced(self, cells: Sequence[Cell]):
+        """The same cells, each shown when it is taken."""
+        begin = time.monotonic()
+        for done, cell in enumerate(cells):
+            self._cell = str(cell)
+            self._bar.update(self._task, completed=done, description=self._cell)
+            if self._bar.disable:
+                left = (time.monotonic() - begin) / done * (self._total - done) if done else None
+                rest = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
+                self._console.print(f"[{done + 1}/{self._total}] {cell}{rest}", markup=False, highlight=False, soft_wrap=True)
+            yield cell
+        self._bar.update(self._task, completed=self._total)
+
+    def prefilled(self, tokens: int) -> None:
+        """Shows how far a prefill has come."""
+        share = min(tokens / self._context, 1)
+        suffix = f" (prefill {share:.0%})" if share < 1 else ""
+        self._bar.update(self._task, description=self._cell + suffix)
+
+
+def _print_tables(records: list[dict[str, Any]]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_WITHOUT_TERMINAL
+    for task in dict.fromkeys(record["task"] for record in records):
+        header, rows = table(task, records)
+        shown = Table(title=task, title_justify="left")
+        for i, name in enumerate(header):
+            shown.add_column(name, justify="right" if i else "left", overflow="fold")
+        last = None
+        for row in rows:
+            if last not in (None, row[1:3]):
+                shown.add_section()
+            last = row[1:3]
+            shown.add_row(*map(Text, row))  # as Text: a name is not markup
+        console.print(shown)
