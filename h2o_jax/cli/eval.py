@@ -106,7 +106,6 @@ def run(args: argparse.Namespace) -> int:
         for field in dataclasses.fields(Defaults)
     }
     context, page_sizes = chosen["context"], chosen["page_sizes"]
-    _check_positive(page_sizes=page_sizes, context=[context])
     policies = [PolicySpec.parse(text) for text in chosen["policies"]]
     budgets = budget_tokens(chosen["budgets"], context, page_sizes)
     cells = grid(args.tasks or TASKS, policies, page_sizes, budgets, context)
@@ -141,13 +140,6 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         write_plot(args.plot, records)
     return 0
-
-
-def _check_positive(**options: Sequence[int]) -> None:
-    for name, values in options.items():
-        for value in values:
-            if value < 1:
-                raise ValueError(f"{name}: expected positive integers, got {value}")
 
 
 def _budgets(text: str) -> list[Fraction | int]:
@@ -191,7 +183,13 @@ class Reporter:
 
     def __init__(self, console: Console, total: int, context: int):
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = Progress(
+            *columns,
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            speed_estimate_period=3600,  # a cell may take longer than the usual 30 seconds
+        )
         self._task = self._bar.add_task("", total=total)
         self._console, self._total, self._context = console, total, context
         self._cell = ""

@@ -71,8 +71,11 @@ def budget_tokens(budgets: Iterable[Fraction | int], context: int, page_sizes: S
     read the same number of tokens.
 
     Raises:
-        ValueError: a number of tokens that is not such a multiple, or a budget that is not below the context.
+        ValueError: a page size that is not positive, a number of tokens that is not such a multiple, or a budget
+            that is not below the context.
     """
+    if min(page_sizes) < 1:
+        raise ValueError(f"page_sizes: expected positive integers, got {min(page_sizes)}")
     step = math.lcm(*page_sizes)
     tokens = []
     for budget in budgets:

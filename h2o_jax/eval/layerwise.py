@@ -24,12 +24,10 @@ class Layerwise:
 
     Args:
         model: the model; its parameters are shared, not copied.
-        implementation: "xla", "pallas", "pallas_interpret" or None for the best here.
     """
 
-    def __init__(self, model: nnx.Module, implementation: str | None = None):
+    def __init__(self, model: nnx.Module):
         self.config, self.dtype, self.cache_config = model.config, model.dtype, model.cache_config
-        self._implementation = implementation
         self._blocks = [nnx.split(block) for block in model.blocks]
         ends = copy.copy(model)
         ends.blocks = nnx.List([])
@@ -61,7 +59,6 @@ class Layerwise:
                 num_tokens,
                 graphdef=block,
                 policy=policy.for_layer(index),
-                implementation=self._implementation,
             )
             layers.append(cache)
         return PagedState(table, tuple(layers)), _leave(params, x, num_tokens, graphdef=graphdef)
@@ -78,12 +75,9 @@ def _enter(params, table, tokens, num_tokens, *, graphdef):
     return table, nnx.merge(graphdef, params).embed(tokens)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "policy", "implementation"), donate_argnames=("cache", "x")
-)
-def _layer(params, cache, table, x, num_tokens, *, graphdef, policy, implementation):
-    block = nnx.merge(graphdef, params)
-    return block(cache, table, x, num_tokens, policy=policy, implementation=implementation)
+@functools.partial(jax.jit, static_argnames=("graphdef", "policy"), donate_argnames=("cache", "x"))
+def _layer(params, cache, table, x, num_tokens, *, graphdef, policy):
+    return nnx.merge(graphdef, params)(cache, table, x, num_tokens, policy=policy)
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")

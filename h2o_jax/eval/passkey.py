@@ -51,17 +51,16 @@ class Passkeys:
         rows: int,
         progress: Callable[[int], None],
     ):
-        self._model, self._depths = model, np.repeat(DEPTHS, rows)
+        self._model, depths = model, np.repeat(DEPTHS, rows)
         filler = tokenizer.encode(text, add_special_tokens=False)
         if len(filler) < context:
             raise ValueError(f"text: expected at least {context} tokens, got {len(filler)}")
         rng = np.random.default_rng(0)
-        starts = np.linspace(0, len(filler) - context, len(self._depths)).astype(int)
+        starts = np.linspace(0, len(filler) - context, len(depths)).astype(int)
         prompts, forced, self._answers = [], [], []
-        for start, depth in zip(starts, self._depths):
+        for start, depth in zip(starts, depths):
             number = str(rng.integers(10 ** (_DIGITS - 1), 10**_DIGITS))
-            parts = hide(tokenizer, filler[start : start + context], depth / 100, number)
-            prompt, question, answer = parts
+            prompt, question, answer = hide(tokenizer, filler[start : start + context], depth / 100, number)
             prompts.append(prompt)
             forced.append([*question, *answer])
             self._answers.append(len(answer))
@@ -80,15 +79,24 @@ class Passkeys:
         """The share of numbers found, "accuracy", and by depth in percent, "accuracy_by_depth"."""
         state = self._prefix.state_for(policy, page_size, self._tokens.shape[1] - 1)
         _, predictions, _ = decode(self._model, state, self._tokens, self._counts, policy=policy)
-        found = [
-            bool(predictions.correct[count - answer : count, row].all())
-            for row, (count, answer) in enumerate(zip(self._counts, self._answers))
-        ]
-        by_depth = np.reshape(found, (len(DEPTHS), -1)).mean(axis=1)
-        return {
-            "accuracy": float(np.mean(found)),
-            "accuracy_by_depth": {str(depth): float(share) for depth, share in zip(DEPTHS, by_depth)},
-        }
+        return accuracy(predictions.correct, self._counts, self._answers)
+
+
+def accuracy(correct: np.ndarray, counts: np.ndarray, answers: list[int]) -> dict[str, Any]:
+    """What share of the rows predicted their whole answer; as many rows for each of `DEPTHS`, in order.
+
+    Args:
+        correct: [n, R] bool, whether each prediction was right.
+        counts: [R], predictions of each row.
+        answers: how many of them, the last ones, are of the answer.
+    """
+    rows = enumerate(zip(counts, answers, strict=True))
+    found = [correct[count - answer : count, row].all() for row, (count, answer) in rows]
+    by_depth = np.reshape(found, (len(DEPTHS), -1)).mean(axis=1)
+    return {
+        "accuracy": float(np.mean(found)),
+        "accuracy_by_depth": {str(depth): float(share) for depth, share in zip(DEPTHS, by_depth)},
+    }
 
 
 def hide(

@@ -18,12 +18,13 @@ class _Panel(NamedTuple):
     label: str
     factor: float = 100  # shares are drawn in percent
     is_log: bool = False
+    limits: tuple[float, float] | None = None
 
 
 _PANELS = (
     _Panel(PERPLEXITY, "kl", "KL(dense || policy) [nats]", 1, True),
     _Panel(PERPLEXITY, "top1", "same top token as dense [%]"),
-    _Panel(PASSKEY, "accuracy", "passkeys found [%]"),
+    _Panel(PASSKEY, "accuracy", "passkeys found [%]", limits=(-3, 103)),
     _Panel(COVERAGE, "mass", "dense attention on pages read [%]"),
 )
 _MARKERS = "osD^vPX*"
@@ -107,6 +108,8 @@ def _label(axis, panel: _Panel, budgets: list[int]) -> None:
     axis.set_ylabel(panel.label)
     if panel.is_log:
         axis.set_yscale("log")
+    if panel.limits:
+        axis.set_ylim(panel.limits)
     axis.grid(alpha=0.3)
 
 
