@@ -93,7 +93,7 @@ def agreement(dense_logits: jax.Array, policy_logits: jax.Array) -> Agreement:
 
 
 def divergence(dense_logits: jax.Array, policy_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Position by position: KL(dense || policy) in nats, float32, and whether the most likely token is the same.
+    """Position by position: KL(dense || policy) in nats, float32, and whether both have the same top token.
 
     Args:
         dense_logits, policy_logits: [..., V].

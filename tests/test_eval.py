@@ -37,7 +37,9 @@ def nothing(_):
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     values = tiny_llama.config()
-    return load(tiny_llama.write_directory(tmp_path_factory.mktemp("model"), values, tiny_llama.tensors(values)))
+    return load(
+        tiny_llama.write_directory(tmp_path_factory.mktemp("model"), values, tiny_llama.tensors(values))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,9 @@ def test_predictions_are_those_of_the_library(loaded, windows, texts):
     for row, text in enumerate(texts):
         prompt, rest = text[:CONTEXT], text[CONTEXT:]
         dense, sparse = (
-            np.asarray(teacher_forced_logits(model, prompt, rest, policy=policy, page_size=PAGE_SIZE), np.float64)[1:]
+            np.asarray(
+                teacher_forced_logits(model, prompt, rest, policy=policy, page_size=PAGE_SIZE), np.float64
+            )[1:]
             for policy in (h2o_jax.get_policy("dense_attention"), SPARSE)
         )
         targets = rest[1:]
@@ -75,7 +79,9 @@ def test_perplexity_is_the_mean_over_steps_and_windows(windows):
     _, found = windows.run(SPARSE, PAGE_SIZE)
     results = perplexity.summarise(found)
     assert results["perplexity"] == pytest.approx(np.exp(found.surprise.astype(np.float64).mean()))
-    assert results["kl"] == pytest.approx(np.mean(results["kl_by_step"])) and len(results["kl_by_step"]) == STEPS
+    assert (
+        results["kl"] == pytest.approx(np.mean(results["kl_by_step"])) and len(results["kl_by_step"]) == STEPS
+    )
     dense = perplexity.summarise(windows.dense)
     assert (dense["kl"], dense["top1"]) == (0, 1)
 
@@ -119,7 +125,9 @@ def random_cache(rng, lengths, num_pages, page_size, num_kv_heads=2, head_dim=8)
             pool[table[row, position // page_size], :, position % page_size] = key
         rows.append(keys)
     q = rng.standard_normal((len(lengths), 3 * num_kv_heads, head_dim)).astype(np.float32)
-    cache = LayerCache(jnp.asarray(pool), jnp.asarray(pool), {"observed": jnp.zeros((num_pages, num_kv_heads, 3))})
+    cache = LayerCache(
+        jnp.asarray(pool), jnp.asarray(pool), {"observed": jnp.zeros((num_pages, num_kv_heads, 3))}
+    )
     free = jnp.zeros(num_pages, jnp.int32)
     lengths = jnp.asarray(lengths, jnp.int32)
     return cache, PageTable(jnp.asarray(table), lengths, free, jnp.int32(0), page_size), jnp.asarray(q), rows
@@ -217,7 +225,10 @@ def test_accuracy_needs_the_whole_answer():
     correct[2, 4] = True  # half an answer
     correct[3, 5:] = correct[0, 5:] = True  # past the text, and in the question
     found = passkey.accuracy(correct, counts, answers)
-    assert found == {"accuracy": 0.4, "accuracy_by_depth": {"0": 1.0, "25": 1.0, "50": 0.0, "75": 0.0, "100": 0.0}}
+    assert found == {
+        "accuracy": 0.4,
+        "accuracy_by_depth": {"0": 1.0, "25": 1.0, "50": 0.0, "75": 0.0, "100": 0.0},
+    }
 
 
 @pytest.mark.parametrize("depth", [0, 0.5, 1])
@@ -243,12 +254,16 @@ def test_passkeys_run_ragged(loaded, monkeypatch):
     monkeypatch.setattr(passkey, "QUESTION_TOKENS", 80)  # of a vocabulary of bytes
     keys = passkey.Passkeys(Layerwise(model), tokenizer, "Hello world. " * 60, 300, 1, nothing)
     seen = {}
-    monkeypatch.setattr(passkey, "accuracy", lambda *args: seen.update(zip(("correct", "counts", "answers"), args)))
+    monkeypatch.setattr(
+        passkey, "accuracy", lambda *args: seen.update(zip(("correct", "counts", "answers"), args))
+    )
     keys.measure(h2o_jax.get_policy("dense_attention"), 16)
     assert seen["answers"] == [5] * 5 and len(set(seen["counts"])) == 1
     assert seen["correct"].shape == (seen["counts"][0], 5)
     monkeypatch.setattr(passkey, "QUESTION_TOKENS", 8)
-    with pytest.raises(ValueError, match="question: expected at most 8 tokens with this model's template, got "):
+    with pytest.raises(
+        ValueError, match="question: expected at most 8 tokens with this model's template, got "
+    ):
         passkey.Passkeys(Layerwise(model), tokenizer, "Hello world. " * 60, 300, 1, nothing)
     with pytest.raises(ValueError, match="text: expected at least 300 tokens, got "):
         passkey.Passkeys(Layerwise(model), tokenizer, "Hello", 300, 1, nothing)

@@ -68,7 +68,9 @@ def test_wrong_page_sizes():
         budget_tokens([64], 4000, [16, -4])
 
 
-@pytest.mark.parametrize("text", [GQA, f"{TOKEN}:decay=0.984375", f"{TOKEN}:decay=0,score_dtype=bfloat16", "random:seed=7"])
+@pytest.mark.parametrize(
+    "text", [GQA, f"{TOKEN}:decay=0.984375", f"{TOKEN}:decay=0,score_dtype=bfloat16", "random:seed=7"]
+)
 def test_specs_are_read_as_they_are_written(text):
     assert str(PolicySpec.parse(text)) == text
 
@@ -113,7 +115,9 @@ def test_grid():
 
 
 def record(task="perplexity", policy=GQA, page_size=16, budget=128, **results):
-    around = dict(context=512, steps=8, rows=2, model="tiny", dtype="float32", device="cpu", date="2026-11-30")
+    around = dict(
+        context=512, steps=8, rows=2, model="tiny", dtype="float32", device="cpu", date="2026-11-30"
+    )
     return dict(task=task, policy=policy, options={}, page_size=page_size, budget=budget, **around, **results)
 
 
@@ -126,7 +130,10 @@ def test_store_gives_back_what_it_holds(tmp_path):
     assert store.note == "" and store.find(key)["kl"] == 0.666667
     assert store.find(key | {"date": "2026-11-29"})["by_step"] == [None, 2.0]
     assert store.find(key | {"options": {"decay": 0.9}}) is None and store.find(key | {"other": 1}) is None
-    assert [json.loads(line)["date"] for line in file.read_text().splitlines()] == ["2026-11-29", "2026-11-30"]
+    assert [json.loads(line)["date"] for line in file.read_text().splitlines()] == [
+        "2026-11-29",
+        "2026-11-30",
+    ]
 
 
 @pytest.mark.parametrize("tail", ['{"cell": 2, "k', "\x00\x00", "12"])
@@ -173,7 +180,9 @@ def test_csv(tmp_path):
 
 
 def test_table():
-    header, rows = table("perplexity", [record(perplexity=9.5, kl=None, top1=0.5), record("coverage", mass=1, recall=1)])
+    header, rows = table(
+        "perplexity", [record(perplexity=9.5, kl=None, top1=0.5), record("coverage", mass=1, recall=1)]
+    )
     assert header == ["policy", "page size", "budget", "perplexity", "kl", "top1"]
     assert rows == [[GQA, "16", "128", "9.500", "not finite", "50.0%"]]
     dense = record("passkey", "dense_attention", accuracy=0.5, accuracy_by_depth={"0": 1.0, "100": 0.0})

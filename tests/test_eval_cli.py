@@ -31,7 +31,10 @@ def test_a_run_and_what_is_left_of_an_interrupted_one(options, tmp_path, monkeyp
     assert main(args) == 0
     out, err = capsys.readouterr()
     assert out.startswith("5 cells (perplexity 2, coverage 1, passkey 2)\ntiny in float32 on ")
-    assert "context 200 tokens, 3 steps, 1 rows\npage sizes 16; budgets 64 tokens\npolicies dense_attention, gqa_" in out
+    assert (
+        "context 200 tokens, 3 steps, 1 rows\npage sizes 16; budgets 64 tokens\npolicies dense_attention, "
+        in out
+    )
     assert "[5/5] passkey gqa_h2o_sparse_attention:w_avg=0.5 P=16 64 tokens, about 0:00:" in err
     for title in ("perplexity", "coverage", "passkey"):
         assert f"\n{title} " in out
@@ -47,10 +50,15 @@ def test_a_run_and_what_is_left_of_an_interrupted_one(options, tmp_path, monkeyp
     file.write_text("".join([*lines[:2], *lines[3:], '{"task": "cov']))
     ran = []
     evaluate = command.evaluate
-    monkeypatch.setattr(command, "evaluate", lambda *args: ((ran.append(cell), (cell, r))[1] for cell, r in evaluate(*args)))
+    monkeypatch.setattr(
+        command, "evaluate", lambda *args: ((ran.append(cell), (cell, r))[1] for cell, r in evaluate(*args))
+    )
     assert main(args) == 0
     again, err = capsys.readouterr()
-    assert "dropped a torn last line" in err and "5 cells (perplexity 2, coverage 1, passkey 2), 4 of them finished before" in again
+    assert (
+        "dropped a torn last line" in err
+        and "5 cells (perplexity 2, coverage 1, passkey 2), 4 of them finished before" in again
+    )
     assert [cell.task for cell in ran] == ["coverage"]
     assert again[again.index("\nperplexity ") :] == out[out.index("\nperplexity ") :]
 
@@ -58,7 +66,10 @@ def test_a_run_and_what_is_left_of_an_interrupted_one(options, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--policies", "random", "--", "speed"], "TASK: expected some of perplexity, coverage, passkey, got 'speed'"),
+        (
+            ["--policies", "random", "--", "speed"],
+            "TASK: expected some of perplexity, coverage, passkey, got 'speed'",
+        ),
         (["--policies", "nope"], "policies: expected some of sink_recent_attention"),
         (["--policies", "random:seed"], "policies: expected a form like random:option=value"),
         (["--page-sizes", "0"], "page_sizes: expected positive integers, got 0"),

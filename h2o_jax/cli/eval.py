@@ -72,39 +72,48 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "eval",
         help="measure what a policy costs in quality",
-        description="Compares policies with dense attention at equal budgets of tokens, after the same dense prefill: "
-        "perplexity of a text, with KL and top-1 agreement; coverage of exact attention; and passkeys found.",
+        description="Compares policies with dense attention at equal budgets of tokens, after the same dense "
+        "prefill: perplexity of a text, with KL and top-1 agreement; coverage of exact attention; and "
+        "passkeys found.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"some of {', '.join(TASKS)}; default all")
     parser.add_argument("--model", help="Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU")
-    parser.add_argument("--text", type=Path, help="a UTF-8 text file; default the prose of Python's help topics")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="a UTF-8 text file; default the prose of Python's help topics"
+    )
     parser.add_argument(
         "--policies",
         nargs="+",
         metavar="NAME[:OPTION=VALUE,...]",
         help=f"of {', '.join(policy_names())}; default some on a CPU, all on a GPU",
     )
-    parser.add_argument("--page-sizes", nargs="+", type=int, metavar="P", help="tokens of a page; default 1 16")
+    parser.add_argument(
+        "--page-sizes", nargs="+", type=int, metavar="P", help="tokens of a page; default 1 16, on a GPU also 32"
+    )
     budgets_help = "tokens read in a step, or fractions of the context, such as 1/16,1/4"
     parser.add_argument("--budgets", type=_budgets, metavar="B,...", help=budgets_help)
     parser.add_argument("--context", type=int, help="tokens of the dense prefill")
     parser.add_argument("--steps", type=int, help="decode steps of perplexity and coverage")
     rows_help = "windows of the text, and passkeys at each depth; all are one batch"
     parser.add_argument("--rows", type=int, help=rows_help)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines, one a finished cell; they are not run again")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON lines, one a finished cell; they are not run again"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw quality against budget, such as out.png")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw quality against budget, such as out.png"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax eval --help`."""
     defaults = _ON_GPU if jax.default_backend() == "gpu" else _ON_CPU
-    chosen = {
-        field.name: given if (given := getattr(args, field.name)) is not None else getattr(defaults, field.name)
-        for field in dataclasses.fields(Defaults)
-    }
+    chosen = dataclasses.asdict(defaults)
+    chosen |= {name: given for name in chosen if (given := getattr(args, name)) is not None}
     context, page_sizes = chosen["context"], chosen["page_sizes"]
     policies = [PolicySpec.parse(text) for text in chosen["policies"]]
     budgets = budget_tokens(chosen["budgets"], context, page_sizes)
@@ -146,7 +155,9 @@ def _budgets(text: str) -> list[Fraction | int]:
     try:
         return [Fraction(part) if "/" in part else int(part) for part in text.split(",")]
     except (ValueError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"expected budgets such as 1/16,1/4 or 256,512, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected budgets such as 1/16,1/4 or 256,512, got {text!r}"
+        ) from None
 
 
 def _text(path: Path | None) -> str:
@@ -161,7 +172,9 @@ def _text(path: Path | None) -> str:
 
 
 def _plan(cells: list[Cell], missing: list[Cell], setup: Setup, environment, page_sizes, budgets) -> str:
-    tasks = ", ".join(f"{task} {number}" for task in TASKS if (number := sum(cell.task == task for cell in cells)))
+    tasks = ", ".join(
+        f"{task} {number}" for task in TASKS if (number := sum(cell.task == task for cell in cells))
+    )
     finished = len(cells) - len(missing)
     return (
         f"{len(cells)} cells ({tasks})" + (f", {finished} of them finished before" if finished else "") + "\n"
@@ -210,7 +223,9 @@ class Reporter:
             if self._bar.disable:
                 left = (time.monotonic() - begin) / done * (self._total - done) if done else None
                 rest = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
-                self._console.print(f"[{done + 1}/{self._total}] {cell}{rest}", markup=False, highlight=False, soft_wrap=True)
+                self._console.print(
+                    f"[{done + 1}/{self._total}] {cell}{rest}", markup=False, highlight=False, soft_wrap=True
+                )
             yield cell
         self._bar.update(self._task, completed=self._total)
 

@@ -30,7 +30,7 @@ def fits_page_size(name: str, page_size: int) -> bool:
 
 
 def policy_at(name: str, options: Mapping[str, Any], page_size: int, budget: int) -> Policy:
-    """The policy that reads `budget` tokens a step: 16 in leading pages, 32 in trailing ones, the rest chosen.
+    """The policy that reads `budget` tokens a step: 16 in leading pages, 32 in trailing ones, others chosen.
 
     Reserved pages are rounded up to whole ones and counted in the budget. What `sink_recent_attention` could
     choose goes to its trailing pages. The dense policy has no budget.
@@ -67,12 +67,12 @@ def policy_at(name: str, options: Mapping[str, Any], page_size: int, budget: int
 
 
 def budget_tokens(budgets: Iterable[Fraction | int], context: int, page_sizes: Sequence[int]) -> list[int]:
-    """Budgets in tokens. A fraction of the context is rounded down to a multiple of all page sizes, so that all
-    read the same number of tokens.
+    """Budgets in tokens. A fraction of the context is rounded down to a multiple of all page sizes, so that
+    all read the same number of tokens.
 
     Raises:
-        ValueError: a page size that is not positive, a number of tokens that is not such a multiple, or a budget
-            that is not below the context.
+        ValueError: a page size that is not positive, a number of tokens that is not such a multiple, or a
+            budget that is not below the context.
     """
     if min(page_sizes) < 1:
         raise ValueError(f"page_sizes: expected positive integers, got {min(page_sizes)}")
@@ -83,8 +83,9 @@ def budget_tokens(budgets: Iterable[Fraction | int], context: int, page_sizes: S
         number = int(budget * context) // step * step if is_fraction else budget
         if number % step or not 0 < number < context:
             raise ValueError(
-                f"budgets: expected fractions below 1, or numbers of tokens below the context of {context} that "
-                f"are multiples of {step}, for page sizes {', '.join(map(str, page_sizes))}; got {budget}"
+                f"budgets: expected fractions below 1, or numbers of tokens below the context of {context} "
+                f"that are multiples of {step}, for page sizes {', '.join(map(str, page_sizes))}; "
+                f"got {budget}"
             )
         tokens.append(number)
     return tokens

@@ -119,4 +119,3 @@ def grid(
     for cell in cells:
         cell.resolve()
     return cells
-

@@ -13,8 +13,9 @@ def measure(windows: Windows, policy: Policy, page_size: int) -> dict[str, Any]:
     """Means over steps and windows, along the policy's own decode.
 
     Returns:
-        "mass", the share of exact dense attention on the pages read; "recall", the share of the best pages of the
-        window among as many chosen ones; and both by layer and KV head, "mass_by_head" and "recall_by_head".
+        "mass", the share of exact dense attention on the pages read; "recall", the share of the best pages of
+        the window among as many chosen ones; and both by layer and KV head, "mass_by_head" and
+        "recall_by_head".
     """
     state, _ = windows.run(observe(scored(policy, page_size)), page_size)
     found = {name: values.astype(float) for name, values in observations(state).items()}
@@ -23,7 +24,7 @@ def measure(windows: Windows, policy: Policy, page_size: int) -> dict[str, Any]:
 
 
 def scored(policy: Policy, page_size: int) -> Policy:
-    """The same choice by scores: a policy without any has its latest pages chosen, but for the usual window."""
+    """The same choice by scores: of a policy without any, the latest pages but the usual ones are chosen."""
     if policy.top_k > 0:
         return policy
     eos = -(-RECENT // page_size)

@@ -1,4 +1,7 @@
-"""Where exact dense attention looks. Letters: B rows, M pages a row, P page size, G query heads of a KV head."""
+"""Where exact dense attention looks.
+
+Letters: B rows, M pages a row, P page size, G query heads of a KV head.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -45,7 +45,7 @@ class Layerwise:
             policy: layer i runs `policy.for_layer(i)`.
 
         Returns:
-            The state, and the normed hidden of each row's last token, [B, F]; not defined where a row has none.
+            The state, and the normed hidden of each row's last token, [B, F]; undefined where there is none.
         """
         graphdef, params = self._ends
         table, x = _enter(params, state.table, tokens, num_tokens, graphdef=graphdef)

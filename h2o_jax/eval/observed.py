@@ -22,9 +22,9 @@ _KEPT = ("mass", "recall", "steps")
 class ObservedPolicy(Policy):
     """Chooses as `inner` does, and sums over the steps how good the choice was.
 
-    The sums stand in `aux["observed"]` [num_pages, Hkv, 3] float32, those of a row at its first page: the mass
-    of exact attention on the pages read, the share of the best window pages among the chosen ones, and the
-    number of steps that chose. Steps whose context the budget covers choose nothing and do not count.
+    The sums stand in `aux["observed"]` [num_pages, Hkv, 3] float32, those of a row at its first page: the
+    mass of exact attention on the pages read, the share of the best window pages among the chosen ones, and
+    the number of steps that chose. Steps whose context the budget covers choose nothing and do not count.
 
     Attributes:
         inner: a policy that scores pages (`top_k` of at least 1).
@@ -54,7 +54,9 @@ class ObservedPolicy(Policy):
         mass = page_mass(cache, table, q)
 
         def best(scores):  # [B, Hkv, M] bool: the pages that these scores choose
-            pages = top_k_pages(scores, window.start, window.stop, k=self.top_k, implementation=implementation)
+            pages = top_k_pages(
+                scores, window.start, window.stop, k=self.top_k, implementation=implementation
+            )
             row, head = jnp.ogrid[: pages.shape[0], : pages.shape[1]]
             none = jnp.zeros(scores.shape, bool)
             return none.at[row[..., None], head[..., None], pages].set(True, mode="drop")
@@ -77,11 +79,13 @@ class ObservedPolicy(Policy):
 
 def observe(inner: Policy) -> ObservedPolicy:
     """The same budget as `inner`, which is observed."""
-    return ObservedPolicy(inner.top_k, inner.reserved_bos, inner.reserved_eos, inner.dense_layers, inner=inner)
+    return ObservedPolicy(
+        inner.top_k, inner.reserved_bos, inner.reserved_eos, inner.dense_layers, inner=inner
+    )
 
 
 def observations(state: PagedState) -> dict[str, np.ndarray]:
-    """What was observed: "mass" and "recall", each [layers, Hkv], means over rows and over steps that chose."""
+    """What was observed: "mass" and "recall", each [layers, Hkv], means over rows and steps that chose."""
     first_page = np.asarray(state.table.pages[:, 0])
     sums = np.stack([_rows(cache, first_page).sum(axis=0) for cache in state.layers])  # [layers, Hkv, 3]
     return {name: sums[..., i] / sums[..., -1] for i, name in enumerate(_KEPT[:-1])}

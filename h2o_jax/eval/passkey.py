@@ -126,8 +126,6 @@ def hide(
         prompt, question = tokenizer.encode(chat[:cut], add_special_tokens=False), chat[cut:] + _LEAD
     else:
         prompt, question = tokenizer.encode(f"{body}\n\n"), f"{_QUESTION} {_LEAD}"
-    asked, answered = (
-        tokenizer.encode(question + end, add_special_tokens=False) for end in ("", number)
-    )
+    asked, answered = (tokenizer.encode(question + end, add_special_tokens=False) for end in ("", number))
     shared = next((i for i, (a, b) in enumerate(zip(asked, answered)) if a != b), len(asked))
     return prompt, answered[:shared], answered[shared:]

@@ -11,9 +11,9 @@ def summarise(predictions: Predictions) -> dict[str, Any]:
     """Means over steps and windows.
 
     Returns:
-        "perplexity"; "kl", mean KL(dense || policy) in nats; "top1", share of steps whose most likely token is
-        that of dense attention; "kl_by_step", the mean over windows at each step since the prefill; "kl_by_window",
-        the mean over steps of each window, for the spread between texts.
+        "perplexity"; "kl", mean KL(dense || policy) in nats; "top1", share of steps whose most likely token
+        is that of dense attention; "kl_by_step", the mean over windows at each step since the prefill;
+        "kl_by_window", the mean over steps of each window, for the spread between texts.
     """
     return {
         "perplexity": float(np.exp(predictions.surprise.mean(dtype=np.float64))),

@@ -115,4 +115,5 @@ def _label(axis, panel: _Panel, budgets: list[int]) -> None:
 
 def _title(records: Sequence[Mapping[str, Any]]) -> str:
     first = records[0]
-    return f"{first['model']}, {first['dtype']}, context of {first['context']} tokens, {first['device']}, {first['date']}"
+    sizes = f"{first['dtype']}, context of {first['context']} tokens"
+    return f"{first['model']}, {sizes}, {first['device']}, {first['date']}"

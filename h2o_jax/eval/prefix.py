@@ -79,7 +79,9 @@ def prefill(model: Layerwise, prompts: Sequence[Sequence[int]], progress: Callab
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
     policy = get_policy("dense_attention")
-    state = init_state(model.cache_config(len(prompts), -(-padded.shape[1] // _PAGE_SIZE), _PAGE_SIZE), policy)
+    state = init_state(
+        model.cache_config(len(prompts), -(-padded.shape[1] // _PAGE_SIZE), _PAGE_SIZE), policy
+    )
     for begin in range(0, padded.shape[1], PREFILL_CHUNK):
         num_tokens = np.clip(lengths - begin, 0, PREFILL_CHUNK)
         state, hidden = model.advance(

@@ -45,8 +45,8 @@ class Setup:
         new, limit = max(self.steps, QUESTION_TOKENS), self.model.config.max_position_embeddings
         if self.context + new > limit:
             raise ValueError(
-                f"context: expected at most {limit - new} tokens before {new} new ones, since the model's context "
-                f"is {limit}; got {self.context}"
+                f"context: expected at most {limit - new} tokens before {new} new ones, since the model's "
+                f"context is {limit}; got {self.context}"
             )
 
     def key(self) -> dict[str, Any]:

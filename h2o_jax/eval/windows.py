@@ -46,7 +46,9 @@ class Windows:
     ):
         need = context - len(opening) + steps + 1
         if len(text) < rows * need:
-            raise ValueError(f"text: expected at least {rows * need} tokens for {rows} windows, got {len(text)}")
+            raise ValueError(
+                f"text: expected at least {rows * need} tokens for {rows} windows, got {len(text)}"
+            )
         starts = [row * (len(text) // rows) for row in range(rows)]
         windows = np.array([[*opening, *text[start : start + need]] for start in starts], np.int32)
         self._model, self._tokens = model, windows[:, context:]

@@ -21,7 +21,8 @@ class H2OTokenPolicy(Policy):
 
     Attributes:
         decay: factor on the old score, in [0, 1]. 1 is the plain sum of H2O; below 1 a score is bounded
-            by `1 / (1 - decay)`, so that a narrow dtype keeps registering new mass; 0 keeps this step alone.
+            by `1 / (1 - decay)`, so that a narrow dtype keeps registering new mass; with 0 it is the
+            attention of the step alone.
         scale: factor on the logits; None is `head_dim ** -0.5`.
         score_dtype: of `hh_score`. bfloat16 halves its size and rounds each step once.
     """

@@ -52,7 +52,7 @@ def decayed_softmax_scores(
         scores: [num_pages, Hkv, 1] accumulated scores.
         pages: [B, M] int32 page table; an entry outside `[0, num_pages)` is no page.
         start, stop: [B] int32 window in logical pages, `[start, stop)`; empty where start >= stop.
-        decay: factor on the old score, in [0, 1].
+        decay: factor on the old score, in [0, 1]; with 0 the old score counts for nothing, whatever it is.
         scale: factor on the logits.
         group: "max" or "mean", how the G queries of a KV head are joined.
         implementation: "xla", "pallas", "pallas_interpret" or None for the best here.
