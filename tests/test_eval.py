@@ -196,7 +196,7 @@ def test_observing_changes_nothing_else(windows):
     _, plain = windows.run(policy, 1)
     _, seen = windows.run(observe(policy), 1)
     np.testing.assert_array_equal(plain.surprise, seen.surprise)
-    results = coverage.measure(windows, policy, 1)
+    results = coverage.measure(windows, observe(policy), 1)
     assert np.shape(results["mass_by_head"]) == (tiny_llama.LAYERS, tiny_llama.KV_HEADS)
     assert 0 < results["recall"] < 1 and 12 / 46 < results["mass"] < 1
     assert results["mass"] == pytest.approx(np.mean(results["mass_by_head"]))

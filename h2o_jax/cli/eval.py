@@ -3,27 +3,20 @@
 import argparse
 import dataclasses
 import datetime
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from h2o_jax.cli.info import versions
 from h2o_jax.eval import TASKS, Cell, PolicySpec, Setup, Store, budget_tokens, evaluate, grid, policy_names
 from h2o_jax.eval.plot import require_matplotlib, write_plot
-from h2o_jax.eval.report import table, write_csv
+from h2o_jax.eval.report import write_csv
 from h2o_jax.models import load
 from h2o_jax.models.loading import default_model_path
 
 _VERSIONS = ("h2o-jax", "jax", "jaxlib", "python")
-_WIDTH_WITHOUT_TERMINAL = 160
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +85,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help=f"of {', '.join(policy_names())}; default some on a CPU, all on a GPU",
     )
     parser.add_argument(
-        "--page-sizes", nargs="+", type=int, metavar="P", help="tokens of a page; default 1 16, on a GPU also 32"
+        "--page-sizes",
+        nargs="+",
+        type=int,
+        metavar="P",
+        help="tokens of a page; default 1 16, on a GPU also 32",
     )
     budgets_help = "tokens read in a step, or fractions of the context, such as 1/16,1/4"
     parser.add_argument("--budgets", type=_budgets, metavar="B,...", help=budgets_help)
@@ -111,6 +108,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax eval --help`."""
+    from rich.console import Console
+
+    from h2o_jax.cli.eval_report import Reporter, print_tables
+
     defaults = _ON_GPU if jax.default_backend() == "gpu" else _ON_CPU
     chosen = dataclasses.asdict(defaults)
     chosen |= {name: given for name in chosen if (given := getattr(args, name)) is not None}
@@ -140,10 +141,10 @@ def run(args: argparse.Namespace) -> int:
     around = {"date": datetime.date.today().isoformat()}
     around |= {name: version for name, version in versions() if name in _VERSIONS}
     with Reporter(console, len(missing), context) as reporter:
-        for cell, results in evaluate(setup, reporter.announced(missing), reporter.prefilled):
+        for cell, results in evaluate(setup, missing, reporter.begin, reporter.prefilled):
             store.append(keys[cell] | around, results)
     records = [store.find(keys[cell]) for cell in cells]
-    _print_tables(records)
+    print_tables(records)
     if args.csv:
         write_csv(args.csv, records)
     if args.plot:
@@ -183,72 +184,3 @@ def _plan(cells: list[Cell], missing: list[Cell], setup: Setup, environment, pag
         f"page sizes {', '.join(map(str, page_sizes))}; budgets {', '.join(map(str, budgets))} tokens\n"
         f"policies {', '.join(dict.fromkeys(str(cell.policy) for cell in cells))}\n"
     )
-
-
-class Reporter:
-    """Says which cell runs and how long the rest may take: a bar on a terminal, else a line a cell.
-
-    Args:
-        console: where to.
-        total: cells to run.
-        context: tokens of a prefill.
-    """
-
-    def __init__(self, console: Console, total: int, context: int):
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._bar = Progress(
-            *columns,
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-            speed_estimate_period=3600,  # a cell may take longer than the usual 30 seconds
-        )
-        self._task = self._bar.add_task("", total=total)
-        self._console, self._total, self._context = console, total, context
-        self._cell = ""
-
-    def __enter__(self) -> "Reporter":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.stop()
-
-    def announced(self, cells: Sequence[Cell]):
-        """The same cells, each shown when it is taken."""
-        begin = time.monotonic()
-        for done, cell in enumerate(cells):
-            self._cell = str(cell)
-            self._bar.update(self._task, completed=done, description=self._cell)
-            if self._bar.disable:
-                left = (time.monotonic() - begin) / done * (self._total - done) if done else None
-                rest = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
-                self._console.print(
-                    f"[{done + 1}/{self._total}] {cell}{rest}", markup=False, highlight=False, soft_wrap=True
-                )
-            yield cell
-        self._bar.update(self._task, completed=self._total)
-
-    def prefilled(self, tokens: int) -> None:
-        """Shows how far a prefill has come."""
-        share = min(tokens / self._context, 1)
-        suffix = f" (prefill {share:.0%})" if share < 1 else ""
-        self._bar.update(self._task, description=self._cell + suffix)
-
-
-def _print_tables(records: list[dict[str, Any]]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_WITHOUT_TERMINAL
-    for task in dict.fromkeys(record["task"] for record in records):
-        header, rows = table(task, records)
-        shown = Table(title=task, title_justify="left")
-        for i, name in enumerate(header):
-            shown.add_column(name, justify="right" if i else "left", overflow="fold")
-        last = None
-        for row in rows:
-            if last not in (None, row[1:3]):
-                shown.add_section()
-            last = row[1:3]
-            shown.add_row(*map(Text, row))  # as Text: a name is not markup
-        console.print(shown)

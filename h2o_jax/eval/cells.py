@@ -1,7 +1,7 @@
 """What is evaluated: one cell is one policy with one page size and budget in one task."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from h2o_jax.eval.budget import DENSE, fits_page_size, policy_at, policy_names

@@ -4,12 +4,12 @@ from typing import Any
 
 from h2o_jax.eval.baselines import RecentPolicy
 from h2o_jax.eval.budget import RECENT
-from h2o_jax.eval.observed import observations, observe
+from h2o_jax.eval.observed import ObservedPolicy, observations
 from h2o_jax.eval.windows import Windows
 from h2o_jax.policy import Policy
 
 
-def measure(windows: Windows, policy: Policy, page_size: int) -> dict[str, Any]:
+def measure(windows: Windows, policy: ObservedPolicy, page_size: int) -> dict[str, Any]:
     """Means over steps and windows, along the policy's own decode.
 
     Returns:
@@ -17,7 +17,7 @@ def measure(windows: Windows, policy: Policy, page_size: int) -> dict[str, Any]:
         the window among as many chosen ones; and both by layer and KV head, "mass_by_head" and
         "recall_by_head".
     """
-    state, _ = windows.run(observe(scored(policy, page_size)), page_size)
+    state, _ = windows.run(policy, page_size)
     found = {name: values.astype(float) for name, values in observations(state).items()}
     means = {name: float(values.mean()) for name, values in found.items()}
     return means | {f"{name}_by_head": values.tolist() for name, values in found.items()}

@@ -75,6 +75,10 @@ class Passkeys:
             )
         self._prefix: Prefix = prefill(model, prompts, progress)
 
+    def compile(self, policy: Policy, page_size: int) -> None:
+        """Compiles what `measure` takes."""
+        self._prefix.compile(self._model, policy, page_size, self._tokens.shape[1] - 1)
+
     def measure(self, policy: Policy, page_size: int) -> dict[str, Any]:
         """The share of numbers found, "accuracy", and by depth in percent, "accuracy_by_depth"."""
         state = self._prefix.state_for(policy, page_size, self._tokens.shape[1] - 1)

@@ -44,13 +44,20 @@ class Prefix:
             new_tokens: how many more each row must be able to hold.
         """
         rows, pages = len(self.lengths), -(-(int(self.lengths.max()) + new_tokens) // page_size)
-        state = init_state(self.cache_config(rows, pages, page_size), policy)
+        config = self.cache_config(rows, pages, page_size)
+        state = init_state(dataclasses.replace(config, num_layers=len(self.state.layers)), policy)
         table, _ = extend(state.table, jnp.asarray(self.lengths))
         layers = tuple(
             _rewrite(old, self.state.table, cache, table, policy=policy.for_layer(i))
             for i, (old, cache) in enumerate(zip(self.state.layers, state.layers))
         )
         return PagedState(table, layers)
+
+    def compile(self, model: Layerwise, policy: Policy, page_size: int, new_tokens: int) -> None:
+        """Compiles what such a state and a decode step from it take, by a run of the first layer on no tokens."""
+        first = dataclasses.replace(self, state=PagedState(self.state.table, self.state.layers[:1]))
+        none = np.zeros(len(self.lengths), np.int32)
+        model.advance(first.state_for(policy, page_size, new_tokens), none[:, None], none, policy=policy)
 
 
 @functools.partial(jax.jit, static_argnames="policy", donate_argnames="cache")

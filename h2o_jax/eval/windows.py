@@ -55,6 +55,10 @@ class Windows:
         self._prefix: Prefix = prefill(model, windows[:, :context], progress)
         self.dense, self._dense_logits = self._dense()
 
+    def compile(self, policy: Policy, page_size: int) -> None:
+        """Compiles what `run` takes."""
+        self._prefix.compile(self._model, policy, page_size, self._tokens.shape[1] - 1)
+
     def run(self, policy: Policy, page_size: int) -> tuple[PagedState, Predictions]:
         """Decodes all windows under a policy; the state after it, and what was predicted."""
         state, predictions, _ = self._decode(policy, page_size, self._dense_logits)
