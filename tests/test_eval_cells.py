@@ -10,7 +10,7 @@ import pytest
 
 import h2o_jax
 from h2o_jax.eval import PolicySpec, Store, budget_tokens, grid, policy_at, policy_names
-from h2o_jax.eval.plot import write_plot
+from h2o_jax.eval.plot import check_plot, write_plot
 from h2o_jax.eval.report import table, write_csv
 
 GQA, TOKEN, RECENT = "gqa_h2o_sparse_attention", "gqa_h2o_token_sparse_attention", "sink_recent_attention"
@@ -211,9 +211,14 @@ def test_plot_has_a_line_for_each_policy_and_page_size(tmp_path, monkeypatch):
     assert names == [f"{GQA}, pages of 16", f"{GQA}, pages of 32", "random, pages of 16"]
     with pytest.raises(ValueError, match="--plot: expected a policy with a budget"):
         write_plot(file, [records[0]])
+    check_plot(file)
+    with pytest.raises(
+        ValueError, match="--plot: expected a file ending such as .png or .svg, got 'quality.txt'"
+    ):
+        check_plot(tmp_path / "quality.txt")
 
 
 def test_plot_says_what_it_needs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"--plot: .*; it needs: pip install 'h2o-jax\[notebooks\]'"):
-        write_plot(tmp_path / "quality.png", [])
+        check_plot(tmp_path / "quality.png")

@@ -102,6 +102,14 @@ def test_unreadable_budgets_end_with_usage(capsys):
         assert f"expected budgets such as 1/16,1/4 or 256,512, got '{text}'" in capsys.readouterr().err
 
 
+def test_files_are_refused_before_anything_runs(options, tmp_path, capsys):
+    missing = str(tmp_path / "missing" / "file.png")
+    for option in ("--output", "--csv", "--plot"):
+        assert main(["eval", *options, option, missing]) == 2
+        out, err = capsys.readouterr()
+        assert str(tmp_path / "missing") in err and "no such" in err.lower() and out == ""
+
+
 def test_plot_is_refused_before_anything_runs(options, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["eval", *options, "--plot", "out.png"]) == 2

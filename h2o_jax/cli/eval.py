@@ -11,7 +11,7 @@ import jax
 
 from h2o_jax.cli.info import versions
 from h2o_jax.eval import TASKS, Cell, PolicySpec, Setup, Store, budget_tokens, evaluate, grid, policy_names
-from h2o_jax.eval.plot import require_matplotlib, write_plot
+from h2o_jax.eval.plot import check_plot, write_plot
 from h2o_jax.eval.report import write_csv
 from h2o_jax.models import load
 from h2o_jax.models.loading import default_model_path
@@ -119,8 +119,11 @@ def run(args: argparse.Namespace) -> int:
     policies = [PolicySpec.parse(text) for text in chosen["policies"]]
     budgets = budget_tokens(chosen["budgets"], context, page_sizes)
     cells = grid(args.tasks or TASKS, policies, page_sizes, budgets, context)
+    for path in (args.csv, args.plot):
+        if path and not path.parent.is_dir():
+            raise FileNotFoundError(f"{path.parent}: no such directory")
     if args.plot:
-        require_matplotlib()
+        check_plot(args.plot)
     text = _text(args.text)
     store = Store(args.output)
     console = Console(stderr=True)

@@ -30,8 +30,22 @@ _PANELS = (
 _MARKERS = "osD^vPX*"
 
 
-def require_matplotlib() -> Any:
-    """matplotlib.pyplot, on a backend that needs no display; ImportError that says how to get it."""
+def check_plot(path: Path) -> None:
+    """Raises before anything has run what `write_plot` would raise of a path or a missing library.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message says how to get it.
+        ValueError: an ending that is no format of pictures.
+    """
+    figure = _pyplot().figure()
+    formats = figure.canvas.get_supported_filetypes()
+    _pyplot().close(figure)
+    if path.suffix.removeprefix(".") not in formats:
+        raise ValueError(f"--plot: expected a file ending such as .png or .svg, got {path.name!r}")
+
+
+def _pyplot() -> Any:
+    """matplotlib.pyplot, on a backend that needs no display."""
     try:
         import matplotlib
 
@@ -51,9 +65,9 @@ def write_plot(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no policy but dense attention in the records, or an ending that is no format.
+        ValueError: no policy but dense attention in the records.
     """
-    pyplot = require_matplotlib()
+    pyplot = _pyplot()
     panels = [panel for panel in _PANELS if any(_points(panel, records))]
     if not panels:
         raise ValueError("--plot: expected a policy with a budget; dense attention alone is no line")

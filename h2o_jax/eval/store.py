@@ -14,19 +14,21 @@ class Store:
     line of a process that was killed may be torn: it is dropped when the file is opened.
 
     Args:
-        path: the file; None keeps the records in memory alone.
+        path: the file, made where there is none; None keeps the records in memory alone.
 
     Attributes:
         note: what was dropped; empty where nothing was.
 
     Raises:
+        OSError: the file can't be written.
         ValueError: a line that is not a record, other than the last.
     """
 
     def __init__(self, path: Path | None = None):
         self._path, self._records, self.note = path, [], ""
-        if path is None or not path.exists():
+        if path is None:
             return
+        path.open("ab").close()  # a file that can't be written is to be known at once
         lines = path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
