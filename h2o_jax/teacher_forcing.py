@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from h2o_jax.generate import GenerationLoop, advance, check_prompt
@@ -98,7 +97,18 @@ def agreement(dense_logits: jax.Array, policy_logits: jax.Array) -> Agreement:
             "dense_logits, policy_logits: expected one shape [n, V] with n of at least 1; got "
             f"{list(dense_logits.shape)}, {list(policy_logits.shape)}"
         )
-    dense, other = (np.asarray(jax.nn.log_softmax(x.astype(jnp.float32))) for x in (dense_logits, policy_logits))
-    same = dense.argmax(-1) == other.argmax(-1)
-    divergence = (np.exp(dense) * (dense - other)).sum(-1)
-    return Agreement(top1=float(same.mean()), mean_kl=float(divergence.mean()))
+    kl, same = divergence(dense_logits, policy_logits)
+    return Agreement(top1=float(same.mean()), mean_kl=float(kl.mean()))
+
+
+def divergence(dense_logits: jax.Array, policy_logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Position by position: KL(dense || policy) in nats, float32, and whether both have the same top token.
+
+    Args:
+        dense_logits, policy_logits: [..., V].
+
+    Returns:
+        Two arrays [...].
+    """
+    dense, other = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (dense_logits, policy_logits))
+    return (jnp.exp(dense) * (dense - other)).sum(-1), dense.argmax(-1) == other.argmax(-1)

@@ -14,7 +14,7 @@ import pallas_kernels
 ROOT = pathlib.Path(__file__).parent.parent
 # What is neither core nor command line lies between: Flax modules, models, generation.
 CORE = {"_checks", "config", "debug", "memory", "state", "pool", "policy", "policies", "decode", "prefill", "reference"}
-TOP = {"cli", "bench", "__main__", "verification"}
+TOP = {"cli", "bench", "eval", "__main__", "verification"}
 LEVELS = ("pallas_kernels", "core", "wrappers", "command line")
 HEAVY = ("flax", "gguf", "tokenizers", "matplotlib", "safetensors", "rich", "jinja2", "transformers", "torch")
 

@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 where a check failed, 2 for bad input, 130 when interrupted.
     """
-    from h2o_jax.cli import bench, generate, info, verify
+    from h2o_jax.cli import bench, eval, generate, info, verify
 
     parser = argparse.ArgumentParser(prog="h2o-jax", description="H2O sparse attention for LLM decoding in JAX.")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (generate, verify, bench, info):
+    for command in (generate, verify, bench, eval, info):
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
