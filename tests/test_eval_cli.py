@@ -72,7 +72,7 @@ def test_a_run_and_what_is_left_of_an_interrupted_one(options, tmp_path, monkeyp
         ),
         (["--policies", "nope"], "policies: expected some of sink_recent_attention"),
         (["--policies", "random:seed"], "policies: expected a form like random:option=value"),
-        (["--page-sizes", "0"], "page_sizes: expected positive integers, got 0"),
+        (["--page-sizes", "0"], "--page-sizes: expected positive integers, got 0"),
         (["--budgets", "200"], "budgets: expected fractions below 1"),
         (["--budgets", "32"], "budgets: expected at least 64 tokens with pages of 16"),
         (["--steps", "0"], "steps: expected a positive integer, got 0"),
