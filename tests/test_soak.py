@@ -138,14 +138,14 @@ class Loop:
 def soak(name, steps):
     loop, rng = Loop(name), np.random.default_rng(0)
     device = jax.devices()[0]
-    decoded, used = 0, None
+    decoded, used = 0, []
     for call in range(steps // STEPS_A_CALL):
         key = jax.random.key(call)
         decoded += loop.run(jax.random.fold_in(key, 0))
         loop.spot_check(jax.random.fold_in(key, 1), rng)
-        if call == 2:
-            used = (device.memory_stats() or {}).get("bytes_in_use")
-    assert (device.memory_stats() or {}).get("bytes_in_use") == used, "the loop's memory grew"
+        used.append((device.memory_stats() or {}).get("bytes_in_use", 0))
+    # It varies with what Python has not let go of yet.
+    assert min(used[-20:]) <= max(used[2:22]), "the loop's memory grew"
     assert loop.many._cache_size() == loop.one._cache_size() == 1
     assert decoded > steps  # more than a row on average
 
@@ -154,7 +154,7 @@ def soak(name, steps):
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs the long loops")
 @pytest.mark.parametrize("name", ["gqa_h2o_sparse_attention", "gqa_h2o_token_sparse_attention"])
 def test_soak(name):
-    soak(name, 200)
+    soak(name, 250)
 
 
 @on_gpu
