@@ -9,7 +9,7 @@ from h2o_jax.eval.cells import COVERAGE, PASSKEY, PERPLEXITY
 from h2o_jax.eval.report import policy_of
 
 _DPI = 120
-_WIDTH, _HEIGHT = 5.2, 4.0  # of a panel, inches
+_WIDTH, _HEIGHT, _LEGEND = 5.2, 4.0, 0.18  # of a panel, and the height of a line of the legend, in inches
 
 
 class _Panel(NamedTuple):
@@ -82,9 +82,7 @@ def write_plot(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(_WIDTH * columns, _HEIGHT * rows), squeeze=False, layout="constrained"
-    )
+    figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained")
     drawn = {}
     for axis, panel in zip(axes.flat, panels):
         lines: dict[tuple[str, int], list] = {}
@@ -97,6 +95,7 @@ def write_plot(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         axis.axis("off")
     order = sorted(drawn, key=lambda key: (policies.index(key[0]), key[1]))
     names = [f"{policy}, pages of {size}" for policy, size in order]
+    figure.set_size_inches(_WIDTH * columns, _HEIGHT * rows + _LEGEND * -(-len(order) // columns))
     figure.legend([drawn[key] for key in order], names, loc="outside lower center", ncols=columns, fontsize=8)
     figure.suptitle(_title(records), fontsize=10)
     figure.savefig(path, dpi=_DPI)
