@@ -21,8 +21,9 @@ SMALL = {
     "03_decay": dict(SEED=0, NEWCOMER_CASES=3),
     "04_paged_pool": dict(PAGE_SIZE=8, HEAD_DIM=4, NUM_STEPS=60, SEED=1),
     "05_decode_loop": dict(FEATURES=16, PROMPT=40, NUM_STEPS=24, LAYERS=1, NUM_REQUESTS=4, NUM_BUDGETS=2),
+    "06_budget": dict(LIVE_CONTEXT=128, LIVE_STEPS=2, LIVE_BUDGETS=(64,)),
 }
-REAL_MODEL = {"01_heavy_hitters", "02_envelopes"}
+REAL_MODEL = {"01_heavy_hitters", "02_envelopes", "06_budget"}
 MAX_BYTES, MAX_PIXELS = 600_000, 760
 UNWANTED = re.compile(
     r"(?<![\w.])/(home|root|tmp|usr|opt|var|mnt|work|Users)/|site-packages|0x[0-9a-f]{6}|Warning"
