@@ -7,7 +7,7 @@ pages a new token reads. `h2o_jax.nnx` has Flax modules, `h2o_jax.models` loads 
 
 import importlib
 
-from h2o_jax import policies as _policies  # registers the built-in policies
+from h2o_jax import policies as _policies  # noqa: F401 (registers the built-in policies)
 from h2o_jax.config import CacheConfig
 from h2o_jax.decode import Selection, attend, decode_attention, select_pages, write_tokens
 from h2o_jax.policy import Policy, Window, get_policy, list_policies, register_policy

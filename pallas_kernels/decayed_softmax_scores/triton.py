@@ -28,7 +28,6 @@ from pallas_kernels._triton import (
     store_rows,
 )
 
-
 JOINED = 128  # chunks that are joined at once; fixed, for the order of additions depends on it
 
 
