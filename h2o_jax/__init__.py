@@ -6,14 +6,19 @@ pages a new token reads. `h2o_jax.nnx` has Flax modules, `h2o_jax.models` loads 
 """
 
 import importlib
+import typing
 
-from h2o_jax import policies as _policies  # registers the built-in policies
+from h2o_jax import policies as _policies  # noqa: F401 (registers the built-in policies)
 from h2o_jax.config import CacheConfig
 from h2o_jax.decode import Selection, attend, decode_attention, select_pages, write_tokens
 from h2o_jax.policy import Policy, Window, get_policy, list_policies, register_policy
 from h2o_jax.pool import extend, release
 from h2o_jax.prefill import prefill_attention
 from h2o_jax.state import LayerCache, PagedState, PageTable, check_state, init_state, page_summaries
+
+if typing.TYPE_CHECKING:
+    from h2o_jax.generate import generate
+    from h2o_jax.serving import Server
 
 __all__ = [
     "CacheConfig",
@@ -41,9 +46,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    if name == "generate":  # on first use, since it needs flax
-        return importlib.import_module("h2o_jax.generate")
-    if name == "Server":  # likewise
-        return importlib.import_module("h2o_jax.serving").Server
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not typing.TYPE_CHECKING:  # to a type checker, every name would be there
+
+    def __getattr__(name: str) -> typing.Any:
+        if name == "generate":  # on first use, since it needs flax
+            return importlib.import_module("h2o_jax.generate")
+        if name == "Server":  # likewise
+            return importlib.import_module("h2o_jax.serving").Server
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

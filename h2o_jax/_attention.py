@@ -4,6 +4,8 @@ Letters: B rows, T new tokens per row, Hq/Hkv query and KV heads, D head_dim.
 """
 
 import inspect
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +121,7 @@ def attend_new(cache, table, q, k, v, num_tokens, *, policy, rope, scale, implem
     return cache, out.reshape(rows, length, num_heads * head_dim)
 
 
-def check_convertible(attention, flax_class: type, *same: type) -> None:
+def check_convertible(attention: Any, flax_class: type[Any], *same: type) -> None:
     """Raises unless an attention module of Flax's computes plain attention.
 
     Args:
@@ -143,7 +145,7 @@ def check_convertible(attention, flax_class: type, *same: type) -> None:
         )
 
 
-def check_defaults(where: str, module, flax_class: type, names) -> None:
+def check_defaults(where: str, module: Any, flax_class: type[Any], names: Iterable[str]) -> None:
     """Raises unless these attributes, where the module has them, are the defaults of its class."""
     arguments = inspect.signature(flax_class.__init__).parameters
     for name in names:
@@ -187,6 +189,7 @@ def check_parameter(
         in_features, num_heads, num_kv_heads, head_dim, out_features: sizes; None for any.
     """
     heads, letter = (num_heads, "Hq") if part in ("query", "out") else (num_kv_heads, "Hkv")
+    shape: tuple[int | None, ...]
     if part in dict(NORMS):
         shape, letters = (head_dim,), "[D]"
     elif part == "out":

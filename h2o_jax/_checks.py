@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from h2o_jax.config import CacheConfig
 from h2o_jax.policy import Policy, is_number, require_policy
@@ -51,7 +52,9 @@ def check_policy(cache: LayerCache, policy: Policy) -> None:
 
 
 @functools.cache
-def _declared_aux(policy, num_pages, num_kv_heads, page_size, head_dim, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+def _declared_aux(
+    policy: Policy, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype
+) -> dict[str, jax.ShapeDtypeStruct]:
     config = CacheConfig(1, num_kv_heads, head_dim, page_size, num_pages, 1, 1, dtype)
     return jax.eval_shape(lambda: policy.init_aux(config))
 

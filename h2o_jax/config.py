@@ -39,7 +39,7 @@ class CacheConfig:
     pages_per_request: int
     dtype: Any = jnp.bfloat16
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "dtype":

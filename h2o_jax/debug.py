@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from h2o_jax.policy import Window
 from h2o_jax.state import PageTable, check_table
@@ -61,7 +62,7 @@ def _where() -> str:
     return "" if index is None else f"layer {index}, "
 
 
-def _written(where, table, k, v, num_tokens):
+def _written(where: str, table: PageTable, k: jax.Array, v: jax.Array, num_tokens: jax.Array) -> None:
     check_table(table, where)
     real = np.arange(k.shape[1]) < np.asarray(num_tokens)[:, None]
     for name, new in (("k", k), ("v", v)):
@@ -69,22 +70,22 @@ def _written(where, table, k, v, num_tokens):
             raise ValueError(f"{where}row {row}, KV head {head}: {name} of new token {token} is not finite")
 
 
-def _scores(where, scores, window):
+def _scores(where: str, scores: jax.Array, window: Window) -> None:
     logical = np.arange(scores.shape[2])
     inside = (logical >= np.asarray(window.start)[:, None]) & (logical < np.asarray(window.stop)[:, None])
     for row, head, page in _first(~_finite(scores) & inside[:, None]):
         raise ValueError(f"{where}row {row}, KV head {head}: the score of page {page} is {scores[row, head, page]}")
 
 
-def _output(where, out):
+def _output(where: str, out: jax.Array) -> None:
     for row, *_, head in _first(~_finite(out).all(-1)):
         raise ValueError(f"{where}row {row}, query head {head}: the attention output is not finite")
 
 
-def _finite(x) -> np.ndarray:
+def _finite(x: jax.Array) -> np.ndarray:
     return np.isfinite(np.asarray(x, np.float32))
 
 
-def _first(bad: np.ndarray) -> list[tuple[int, ...]]:
+def _first(bad: npt.ArrayLike) -> list[tuple[int, ...]]:
     """The first place that is True, as a list of none or one."""
     return [tuple(map(int, place)) for place in np.argwhere(bad)[:1]]

@@ -8,7 +8,7 @@ import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from h2o_jax.config import CacheConfig
+from h2o_jax.models import Llama
 from h2o_jax.policy import Policy, is_integer, require_policy
 from h2o_jax.pool import extend
 from h2o_jax.sampling import greedy, sample_top_p
@@ -26,9 +27,11 @@ DEFAULT_PAGE_SIZE = 16
 PREFILL_CHUNK = 256
 PAD = -1  # in the token buffer: not generated
 
+_Lengths = TypeVar("_Lengths", int, np.ndarray)
+
 
 def generate(
-    model: nnx.Module,
+    model: Llama,
     prompts: Sequence[Sequence[int]],
     *,
     policy: Policy,
@@ -99,7 +102,7 @@ class GenerationLoop:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Llama,
         prompts: Sequence[Sequence[int]],
         *,
         policy: Policy,
@@ -121,8 +124,8 @@ class GenerationLoop:
         if config is not None:
             check_fit(model, config)
         stop_tokens = check_stop_tokens(stop_tokens, model.config.vocab_size)
-        prompts = _check_prompts(prompts, model.config.vocab_size)
-        self.lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        checked = _check_prompts(prompts, model.config.vocab_size)
+        self.lengths = np.array([len(prompt) for prompt in checked], np.int32)
         self.config = config or _fit_config(model, self.lengths, policy, max_new_tokens, page_size)
         _check_room(self.lengths, max_new_tokens, model.config.max_position_embeddings, self.config)
 
@@ -131,7 +134,7 @@ class GenerationLoop:
         num_chunks = -(-int(self.lengths.max()) // self._chunk)
         self._prompts = np.zeros((self.config.max_requests, num_chunks * self._chunk), np.int32)
         self._prompt_lengths = np.zeros(self.config.max_requests, np.int32)
-        for row, prompt in enumerate(prompts):
+        for row, prompt in enumerate(checked):
             self._prompts[row, : len(prompt)] = prompt
             self._prompt_lengths[row] = len(prompt)
         self._max_new_tokens = max_new_tokens
@@ -289,7 +292,17 @@ class Progress:
     static_argnames=("graphdef", "policy", "implementation"),
     donate_argnames=("state", "last_hidden"),
 )
-def prefill_chunk(params, state, last_hidden, tokens, num_tokens, *, graphdef, policy, implementation):
+def prefill_chunk(
+    params: nnx.State,
+    state: PagedState,
+    last_hidden: jax.Array,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    graphdef: nnx.GraphDef[Llama],
+    policy: Policy,
+    implementation: str | None,
+) -> tuple[PagedState, jax.Array]:
     """Prefills the next chunk of each row.
 
     Args:
@@ -309,7 +322,16 @@ def prefill_chunk(params, state, last_hidden, tokens, num_tokens, *, graphdef, p
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "columns"))
-def start_decode(params, last_hidden, lengths, stop_tokens, sampling, *, graphdef, columns):
+def start_decode(
+    params: nnx.State,
+    last_hidden: jax.Array,
+    lengths: jax.Array,
+    stop_tokens: jax.Array,
+    sampling: Sampling,
+    *,
+    graphdef: nnx.GraphDef[Llama],
+    columns: int,
+) -> Progress:
     """Draws each row's first new token from the hidden of its prompt's last token.
 
     Args:
@@ -341,7 +363,18 @@ def start_decode(params, last_hidden, lengths, stop_tokens, sampling, *, graphde
     static_argnames=("graphdef", "policy", "implementation"),
     donate_argnames=("state", "progress"),
 )
-def decode_loop(params, state, progress, limit, stop_tokens, sampling, *, graphdef, policy, implementation):
+def decode_loop(
+    params: nnx.State,
+    state: PagedState,
+    progress: Progress,
+    limit: jax.Array,
+    stop_tokens: jax.Array,
+    sampling: Sampling,
+    *,
+    graphdef: nnx.GraphDef[Llama],
+    policy: Policy,
+    implementation: str | None,
+) -> tuple[PagedState, Progress]:
     """Decodes until `limit` tokens a row are there or all rows are done.
 
     Args:
@@ -358,11 +391,11 @@ def decode_loop(params, state, progress, limit, stop_tokens, sampling, *, graphd
     """
     model = nnx.merge(graphdef, params)
 
-    def unfinished(carry):
+    def unfinished(carry: tuple[PagedState, Progress]) -> jax.Array:
         _, progress = carry
         return (progress.count < limit) & ~progress.done.all()
 
-    def step(carry):
+    def step(carry: tuple[PagedState, Progress]) -> tuple[PagedState, Progress]:
         state, progress = carry
         num_tokens = (~progress.done).astype(jnp.int32)
         tokens = progress.newest[:, None]
@@ -381,7 +414,15 @@ def decode_loop(params, state, progress, limit, stop_tokens, sampling, *, graphd
     return jax.lax.while_loop(unfinished, step, (state, progress))
 
 
-def advance(model, state, tokens, num_tokens, *, policy, implementation):
+def advance(
+    model: Llama,
+    state: PagedState,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    policy: Policy,
+    implementation: str | None,
+) -> tuple[PagedState, jax.Array]:
     """Caches the next tokens of each row.
 
     Args:
@@ -420,7 +461,7 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
 def check_stop_tokens(stop_tokens: Iterable[int], vocab_size: int) -> frozenset[int]:
     """The stop tokens; ValueError unless they are integers of the vocabulary, in any iterable or array."""
     try:
-        ids = [x.item() if isinstance(x, jax.Array) and not x.ndim else x for x in stop_tokens]
+        ids: list[Any] = [x.item() if isinstance(x, jax.Array) and not x.ndim else x for x in stop_tokens]
     except TypeError:  # nothing to iterate over
         ids = [None]
     if isinstance(stop_tokens, bytes) or not all(is_integer(x, 0) and x < vocab_size for x in ids):
@@ -428,7 +469,7 @@ def check_stop_tokens(stop_tokens: Iterable[int], vocab_size: int) -> frozenset[
     return frozenset(map(int, ids))
 
 
-def check_fit(model: nnx.Module, config: CacheConfig) -> None:
+def check_fit(model: Llama, config: CacheConfig) -> None:
     """Raises ValueError unless the cache has the layers, KV heads and head_dim of the model."""
     if not isinstance(config, CacheConfig):
         raise ValueError(f"config: expected a CacheConfig, got {config!r:.80}")
@@ -467,7 +508,9 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[np
     return [check_prompt(f"prompts[{i}]", prompt, vocab_size) for i, prompt in enumerate(prompts)]
 
 
-def _fit_config(model, lengths, policy, max_new_tokens, page_size) -> CacheConfig:
+def _fit_config(
+    model: Llama, lengths: np.ndarray, policy: Policy, max_new_tokens: int, page_size: int | None
+) -> CacheConfig:
     if page_size is None:
         page_size = policy.page_size or DEFAULT_PAGE_SIZE
     if not is_integer(page_size, 1):
@@ -476,7 +519,7 @@ def _fit_config(model, lengths, policy, max_new_tokens, page_size) -> CacheConfi
     return model.cache_config(len(lengths), int(pages.max()), page_size, num_pages=int(pages.sum()))
 
 
-def _pages_needed(lengths, max_new_tokens: int, page_size: int):
+def _pages_needed(lengths: _Lengths, max_new_tokens: int, page_size: int) -> _Lengths:
     return -(-(lengths + max_new_tokens - 1) // page_size)  # the last new token is not cached
 
 

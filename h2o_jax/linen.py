@@ -4,9 +4,10 @@ Letters: B rows, T new tokens per row, Hq/Hkv query and KV heads, D head_dim.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
@@ -26,6 +27,10 @@ from h2o_jax._attention import (
 )
 from h2o_jax.policy import Policy
 from h2o_jax.rope import RotaryEmbedding
+from h2o_jax.state import LayerCache, PageTable
+
+# Of a parameter: submodule there, submodule here, its name, the axis of its heads to be merged if any.
+_Carried = tuple[str, str, str, int | None]
 
 
 class H2OAttention(nn.Module):
@@ -103,7 +108,7 @@ class H2OAttention(nn.Module):
         check_convertible(attention, nn.MultiHeadDotProductAttention, nn.SelfAttention)
         carried = list(_carried(attention))
         num_kv_heads, head_dim, out_features = _check_params(attention, params, carried)
-        merged = {}
+        merged: dict[str, dict[str, Any]] = {}
         for theirs, ours, name, axis in carried:
             merged.setdefault(ours, {})[name] = _merged(params[theirs][name], axis)
         module = cls(
@@ -121,7 +126,16 @@ class H2OAttention(nn.Module):
         return module, merged
 
     @nn.compact
-    def __call__(self, cache, table, x, num_tokens, *, policy=None, implementation=None):
+    def __call__(
+        self,
+        cache: LayerCache,
+        table: PageTable,
+        x: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        policy: Policy | None = None,
+        implementation: str | None = None,
+    ) -> tuple[LayerCache, jax.Array]:
         """Writes the new tokens' keys and values to the cache and attends.
 
         T > 1 is prefill (dense causal attention to the cached prefix and the new tokens); T == 1 is a
@@ -158,8 +172,9 @@ class H2OAttention(nn.Module):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )
-        dtypes = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        dense = functools.partial(nn.Dense, precision=matmul_precision(self.dtype), **dtypes)
+        dense = functools.partial(
+            nn.Dense, dtype=self.dtype, param_dtype=self.param_dtype, precision=matmul_precision(self.dtype)
+        )
         qkv = functools.partial(
             dense, use_bias=self.use_qkv_bias, kernel_init=self.kernel_init, bias_init=self.bias_init
         )
@@ -168,8 +183,12 @@ class H2OAttention(nn.Module):
         v = split_heads(qkv(num_kv_heads * head_dim, name="v_proj")(x), head_dim)
         kind = resolve_norm(self.qk_norm)
         if kind:
-            norm = nn.RMSNorm if kind == "rms" else functools.partial(nn.LayerNorm, use_bias=False)
-            norm = functools.partial(norm, epsilon=self.norm_epsilon, **dtypes)
+            norm: Callable[..., Callable] = (
+                nn.RMSNorm if kind == "rms" else functools.partial(nn.LayerNorm, use_bias=False)
+            )
+            norm = functools.partial(
+                norm, epsilon=self.norm_epsilon, dtype=self.dtype, param_dtype=self.param_dtype
+            )
             q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)
         cache, out = attend_new(
             cache,
@@ -192,8 +211,8 @@ class H2OAttention(nn.Module):
         )(out)
 
 
-def _carried(attention):
-    """(submodule there, submodule here, parameter, axis of its heads or None) of all parameters."""
+def _carried(attention: nn.MultiHeadDotProductAttention) -> Iterator[_Carried]:
+    """All parameters of Flax's attention."""
     for theirs, ours, kernel_axis, bias_axis in PROJECTIONS:
         yield theirs, ours, "kernel", kernel_axis
         if attention.use_bias:
@@ -203,7 +222,9 @@ def _carried(attention):
             yield theirs, ours, "scale", None
 
 
-def _check_params(attention, params, carried):
+def _check_params(
+    attention: nn.MultiHeadDotProductAttention, params: Mapping[str, Any], carried: Sequence[_Carried]
+) -> tuple[int, int, int]:
     """num_kv_heads, head_dim and out_features of Flax's attention; raises unless `params` are its own."""
     expected = sorted(f"{theirs}/{name}" for theirs, _, name, _ in carried)
     if not isinstance(params, Mapping):
@@ -212,7 +233,7 @@ def _check_params(attention, params, carried):
     if got != expected:
         raise ValueError(f"params: expected those of attention, {expected}; got {got}")
 
-    def check(part, name, **sizes):
+    def check(part: str, name: str, **sizes: int | None) -> tuple[int, ...]:
         array = _unboxed(params[part][name])
         check_parameter(f"params[{part!r}][{name!r}]", array, part, name, **sizes)
         return array.shape
@@ -232,11 +253,11 @@ def _check_params(attention, params, carried):
     return num_kv_heads, head_dim, sizes["out_features"]
 
 
-def _unboxed(leaf):
+def _unboxed(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, nn.Partitioned) else leaf
 
 
-def _merged(leaf, axis: int | None):
+def _merged(leaf: Any, axis: int | None) -> Any:
     """A parameter with its heads and head_dim merged, boxed as it was."""
     if axis is None:
         return leaf

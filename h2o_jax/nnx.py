@@ -4,9 +4,14 @@ Letters: B rows, T new tokens per row, Hq/Hkv query and KV heads, D head_dim.
 """
 
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Initializer
+from jax.typing import DTypeLike
 
 from h2o_jax._attention import (
     NORMS,
@@ -23,12 +28,14 @@ from h2o_jax._attention import (
     resolve_sizes,
     split_heads,
 )
+from h2o_jax.policy import Policy
 from h2o_jax.rope import RotaryEmbedding
+from h2o_jax.state import LayerCache, PageTable
 
 # Of Flax's attention: what `H2OAttention` takes, and what in a projection replaces a part of its arithmetic.
 _SIZES = ("in_features", "num_heads", "num_kv_heads", "head_dim", "out_features")
 _CUSTOM_LINEAR = ("batch_axis", "promote_dtype", "dot_general", "dot_general_cls", "preferred_element_type")
-_NORM_KINDS = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms"}
+_NORM_KINDS: dict[type, str] = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms"}
 
 
 class H2OAttention(nnx.Module):
@@ -69,19 +76,19 @@ class H2OAttention(nnx.Module):
         head_dim: int | None = None,
         out_features: int | None = None,
         *,
-        policy=None,
+        policy: Policy | None = None,
         rope: RotaryEmbedding | None = None,
         use_qkv_bias: bool = False,
         use_out_bias: bool = False,
         qk_norm: bool | str = False,
         norm_epsilon: float = 1e-6,
         scale: float | None = None,
-        dtype=None,
-        param_dtype=jnp.float32,
-        kernel_init=nnx.initializers.lecun_normal(),
-        bias_init=nnx.initializers.zeros_init(),
-        out_kernel_init=None,
-        out_bias_init=None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        out_kernel_init: Initializer | None = None,
+        out_bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         num_kv_heads, head_dim, out_features = resolve_sizes(
@@ -96,12 +103,13 @@ class H2OAttention(nnx.Module):
         self.rope = rope
         self.scale = scale
 
-        dtypes = dict(dtype=dtype, param_dtype=param_dtype)
-        linear = functools.partial(nnx.Linear, precision=matmul_precision(dtype), rngs=rngs, **dtypes)
-        qkv = dict(use_bias=use_qkv_bias, kernel_init=kernel_init, bias_init=bias_init)
-        self.q_proj = linear(in_features, num_heads * head_dim, **qkv)
-        self.k_proj = linear(in_features, num_kv_heads * head_dim, **qkv)
-        self.v_proj = linear(in_features, num_kv_heads * head_dim, **qkv)
+        linear = functools.partial(
+            nnx.Linear, dtype=dtype, param_dtype=param_dtype, precision=matmul_precision(dtype), rngs=rngs
+        )
+        qkv = functools.partial(linear, use_bias=use_qkv_bias, kernel_init=kernel_init, bias_init=bias_init)
+        self.q_proj = qkv(in_features, num_heads * head_dim)
+        self.k_proj = qkv(in_features, num_kv_heads * head_dim)
+        self.v_proj = qkv(in_features, num_kv_heads * head_dim)
         self.o_proj = linear(
             num_heads * head_dim,
             out_features,
@@ -111,13 +119,19 @@ class H2OAttention(nnx.Module):
         )
         self.qk_norm = resolve_norm(qk_norm)
         if self.qk_norm:
-            norm = nnx.RMSNorm if self.qk_norm == "rms" else functools.partial(nnx.LayerNorm, use_bias=False)
-            keywords = dict(epsilon=norm_epsilon, promote_dtype=_unpromoted, rngs=rngs, **dtypes)
-            self.q_norm = norm(head_dim, **keywords)
-            self.k_norm = norm(head_dim, **keywords)
+            norm: Callable[..., nnx.RMSNorm | nnx.LayerNorm] = (
+                nnx.RMSNorm if self.qk_norm == "rms" else functools.partial(nnx.LayerNorm, use_bias=False)
+            )
+            norm = functools.partial(
+                norm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, promote_dtype=_unpromoted
+            )
+            self.q_norm = norm(head_dim, rngs=rngs)
+            self.k_norm = norm(head_dim, rngs=rngs)
 
     @classmethod
-    def from_attention(cls, attention: nnx.MultiHeadAttention, *, policy=None) -> "H2OAttention":
+    def from_attention(
+        cls, attention: nnx.MultiHeadAttention, *, policy: Policy | None = None
+    ) -> "H2OAttention":
         """The same attention over a paged cache: that of `attention` in its decode mode.
 
         The arrays are those of `attention`, reshaped, and so are other metadata of its parameters; of the
@@ -166,7 +180,16 @@ class H2OAttention(nnx.Module):
                 setattr(module, ours, norm)
         return module
 
-    def __call__(self, cache, table, x, num_tokens, *, policy=None, implementation=None):
+    def __call__(
+        self,
+        cache: LayerCache,
+        table: PageTable,
+        x: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        policy: Policy | None = None,
+        implementation: str | None = None,
+    ) -> tuple[LayerCache, jax.Array]:
         """Writes the new tokens' keys and values to the cache and attends.
 
         T > 1 is prefill (dense causal attention to the cached prefix and the new tokens); T == 1 is a
@@ -216,7 +239,7 @@ class H2OAttention(nnx.Module):
         return cache, self.o_proj(out)
 
 
-def _check_projection(attention, part, sizes) -> None:
+def _check_projection(attention: nnx.MultiHeadAttention, part: str, sizes: Mapping[str, Any]) -> None:
     """Raises unless a projection of Flax's attention is a plain one."""
     where, linear = f"attention.{part}", getattr(attention, part)
     if type(linear) is not nnx.LinearGeneral:
@@ -229,7 +252,7 @@ def _check_projection(attention, part, sizes) -> None:
     _check_part(attention, part, sizes)
 
 
-def _norm_kind(attention, sizes) -> str:
+def _norm_kind(attention: nnx.MultiHeadAttention, sizes: Mapping[str, Any]) -> str:
     """The kind of norm of queries and keys in Flax's attention; raises unless they are norms of one kind."""
     kinds = []
     for part, _ in NORMS:
@@ -246,7 +269,7 @@ def _norm_kind(attention, sizes) -> str:
     return _NORM_KINDS[kinds[0]]
 
 
-def _check_part(attention, part, sizes) -> None:
+def _check_part(attention: nnx.MultiHeadAttention, part: str, sizes: Mapping[str, Any]) -> None:
     """Raises unless a submodule computes in the dtype of the whole, with parameters that fit `sizes`."""
     where, module = f"attention.{part}", getattr(attention, part)
     got, expected = (None if x.dtype is None else jnp.dtype(x.dtype).name for x in (module, attention))
@@ -260,7 +283,7 @@ def _check_part(attention, part, sizes) -> None:
             check_parameter(f"{where}.{name}", variable, part, name, **sizes)
 
 
-def _unpromoted(arrays, *, dtype):
+def _unpromoted(arrays: tuple, *, dtype: Any) -> tuple:
     """A `promote_dtype` that keeps a norm's weights as they are in a 16-bit computation, as Linen does."""
     return arrays
 

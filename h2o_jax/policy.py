@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Policy:
     page_size: ClassVar[int | None] = None
     least_top_k: ClassVar[int] = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, least in (("top_k", self.least_top_k), ("reserved_bos", 0), ("reserved_eos", 1)):
             object.__setattr__(self, name, _int_option(name, getattr(self, name), least))
         if not isinstance(self.dense_layers, Iterable) or isinstance(self.dense_layers, str):
@@ -145,7 +145,7 @@ def is_number(value: Any) -> bool:
 
 def is_integer(value: Any, least: int) -> bool:
     """Whether an option is an integer, NumPy's included, of at least `least`."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _int_option(name: str, value: Any, least: int) -> int:
@@ -155,16 +155,17 @@ def _int_option(name: str, value: Any, least: int) -> int:
 
 
 _REGISTRY: dict[str, type[Policy]] = {}
+_AnyPolicy = TypeVar("_AnyPolicy", bound=Policy)
 
 
-def register_policy(name: str) -> Callable[[type[Policy]], type[Policy]]:
+def register_policy(name: str) -> Callable[[type[_AnyPolicy]], type[_AnyPolicy]]:
     """Class decorator that makes a policy known to `get_policy` under `name`.
 
     Raises:
         ValueError: the name is taken, or the class does not derive from `Policy`.
     """
 
-    def register(cls: type[Policy]) -> type[Policy]:
+    def register(cls: type[_AnyPolicy]) -> type[_AnyPolicy]:
         if not (isinstance(cls, type) and issubclass(cls, Policy)):
             raise ValueError(f"register_policy({name!r}): expected a subclass of Policy, got {cls!r}")
         if name in _REGISTRY:

@@ -77,7 +77,7 @@ def prefill_attention(
     return cache, out
 
 
-def _contiguous(pool: jax.Array, table: PageTable, cached: jax.Array, dtype) -> jax.Array:
+def _contiguous(pool: jax.Array, table: PageTable, cached: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """[B, S, Hkv, D] tokens of each row in order; 0 where none is cached, for 0 * NaN is NaN."""
     batch, num_logical = table.pages.shape
     num_pages, num_kv_heads, page_size, head_dim = pool.shape

@@ -12,9 +12,11 @@ Source: H2O, arXiv:2306.14048, section 4 (heavy hitters); Quest, arXiv:2406.1077
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 POLICIES = (
     "h2o_sparse_attention",
@@ -26,6 +28,7 @@ POLICIES = (
     "sink_recent_attention",
     "dense_attention",
 )
+Vectors = np.ndarray | Sequence[np.ndarray]  # [n, D]
 TOKEN_POLICIES = ("h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention")
 
 
@@ -43,7 +46,7 @@ class Step(NamedTuple):
     out: np.ndarray
 
 
-def round_bfloat16(x):
+def round_bfloat16(x: ArrayLike) -> np.ndarray:
     """Rounds float64 to the nearest bfloat16, ties to even, straight from float64 (no step through float32).
 
     Args:
@@ -67,7 +70,7 @@ def round_bfloat16(x):
     return np.where(np.isfinite(x), rounded, x)
 
 
-def round_to(x, dtype):
+def round_to(x: ArrayLike, dtype: DTypeLike) -> np.ndarray:
     """Rounds float64 once to `dtype` (round half to even) and returns it as float64.
 
     Args:
@@ -86,7 +89,7 @@ def round_to(x, dtype):
         return np.asarray(x, np.float64).astype(name).astype(np.float64)
 
 
-def group_mean(queries):
+def group_mean(queries: Vectors) -> np.ndarray:
     """The mean query of a group, qbar. `queries` [G, D] -> [D]."""
     total = np.zeros(len(queries[0]))
     for query in queries:
@@ -94,7 +97,7 @@ def group_mean(queries):
     return total / len(queries)
 
 
-def page_mean(keys):
+def page_mean(keys: Vectors) -> np.ndarray:
     """mu_p: the mean of a page's keys. `keys` [P, D] -> [D]."""
     total = np.zeros(len(keys[0]))
     for key in keys:
@@ -102,17 +105,17 @@ def page_mean(keys):
     return total / len(keys)
 
 
-def page_max(keys):
+def page_max(keys: Vectors) -> np.ndarray:
     """M_p: the element-wise largest of a page's keys. `keys` [P, D] -> [D]."""
     return np.array([max(float(key[d]) for key in keys) for d in range(len(keys[0]))])
 
 
-def page_min(keys):
+def page_min(keys: Vectors) -> np.ndarray:
     """m_p: the element-wise smallest of a page's keys. `keys` [P, D] -> [D]."""
     return np.array([min(float(key[d]) for key in keys) for d in range(len(keys[0]))])
 
 
-def peak(query, largest, smallest):
+def peak(query: np.ndarray, largest: np.ndarray, smallest: np.ndarray) -> float:
     """sum_d max(q_d M_d, q_d m_d): an upper bound of q.k over the page's keys. All [D] -> float."""
     total = 0.0
     for q, high, low in zip(query.tolist(), largest.tolist(), smallest.tolist()):
@@ -120,7 +123,16 @@ def peak(query, largest, smallest):
     return total
 
 
-def page_score(policy, queries, mean, largest, smallest, *, w_avg=1.0, w_peak=1.0):
+def page_score(
+    policy: str,
+    queries: Vectors,
+    mean: np.ndarray,
+    largest: np.ndarray,
+    smallest: np.ndarray,
+    *,
+    w_avg: float = 1.0,
+    w_peak: float = 1.0,
+) -> float:
     """The score of one page under a page-level policy.
 
     Args:
@@ -147,7 +159,7 @@ def page_score(policy, queries, mean, largest, smallest, *, w_avg=1.0, w_peak=1.
     raise ValueError(f"policy: expected a page-level policy, got {policy!r}")
 
 
-def softmax(logits):
+def softmax(logits: Sequence[float]) -> list[float]:
     """exp(x_i) / sum_j exp(x_j) of a list of floats; an empty list gives an empty list."""
     if not logits:
         return []
@@ -157,7 +169,7 @@ def softmax(logits):
     return [weight / total for weight in weights]
 
 
-def token_probabilities(policy, queries, keys, scale):
+def token_probabilities(policy: str, queries: Vectors, keys: Vectors, scale: float) -> list[float]:
     """a_i of the token policies: attention probability over the window alone.
 
     Args:
@@ -182,18 +194,20 @@ def token_probabilities(policy, queries, keys, scale):
     raise ValueError(f"policy: expected a token policy, got {policy!r}")
 
 
-def decayed_update(score, probability, decay, score_dtype="float64"):
+def decayed_update(
+    score: float, probability: float, decay: float, score_dtype: DTypeLike = "float64"
+) -> float:
     """hh <- a + decay * hh, rounded once to `score_dtype`; for decay 0 just a. Floats in, float out."""
     old = decay * score if decay else 0.0  # 0 * inf is NaN
     return float(round_to(probability + old, score_dtype))
 
 
-def window(num_pages, reserved_bos, reserved_eos):
+def window(num_pages: int, reserved_bos: int, reserved_eos: int) -> range:
     """The logical pages that may be scored: `range(reserved_bos, N - reserved_eos)`, perhaps empty."""
     return range(reserved_bos, max(reserved_bos, num_pages - reserved_eos))
 
 
-def top_pages(scores, candidates, top_k):
+def top_pages(scores: np.ndarray | Sequence[float], candidates: Iterable[int], top_k: int) -> list[int]:
     """The `top_k` best of `candidates` (all, if fewer), ascending.
 
     Equal scores go to the lower page. NaN ranks below everything, -inf included.
@@ -204,14 +218,16 @@ def top_pages(scores, candidates, top_k):
         top_k: how many.
     """
 
-    def rank(page):
+    def rank(page: int) -> tuple[int, float, int]:
         score = float(scores[page])
         return (1, 0.0, page) if math.isnan(score) else (0, -score, page)
 
     return sorted(sorted(candidates, key=rank)[:top_k])
 
 
-def select(scores, num_pages, *, top_k, reserved_bos, reserved_eos):
+def select(
+    scores: np.ndarray | Sequence[float], num_pages: int, *, top_k: int, reserved_bos: int, reserved_eos: int
+) -> list[int]:
     """The pages that one KV head attends to, ascending.
 
     Args:
@@ -225,7 +241,7 @@ def select(scores, num_pages, *, top_k, reserved_bos, reserved_eos):
     return list(range(reserved_bos)) + chosen + list(range(num_pages - reserved_eos, num_pages))
 
 
-def attend(query, keys, values, scale):
+def attend(query: np.ndarray, keys: Vectors, values: Vectors, scale: float) -> tuple[np.ndarray, float]:
     """Softmax attention of one query over a list of tokens.
 
     Args:
@@ -247,7 +263,7 @@ def attend(query, keys, values, scale):
     return out, lse
 
 
-def rope(x, position, theta=10000.0):
+def rope(x: ArrayLike, position: int, theta: float = 10000.0) -> np.ndarray:
     """Rotary embedding of one head's vector, in the half-split layout: dimension i turns with i + D / 2.
 
     Args:
@@ -294,20 +310,20 @@ class Request:
 
     def __init__(
         self,
-        policy,
+        policy: str,
         *,
-        num_kv_heads,
-        page_size,
-        top_k=0,
-        reserved_bos=1,
-        reserved_eos=2,
-        w_avg=1.0,
-        w_peak=1.0,
-        decay=0.984375,
-        score_scale=None,
-        score_dtype="float32",
-        dtype="float32",
-        scale=None,
+        num_kv_heads: int,
+        page_size: int,
+        top_k: int = 0,
+        reserved_bos: int = 1,
+        reserved_eos: int = 2,
+        w_avg: float = 1.0,
+        w_peak: float = 1.0,
+        decay: float = 0.984375,
+        score_scale: float | None = None,
+        score_dtype: DTypeLike = "float32",
+        dtype: DTypeLike = "float32",
+        scale: float | None = None,
     ):
         if policy not in POLICIES:
             raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
@@ -328,31 +344,31 @@ class Request:
         self.score_dtype = score_dtype
         self.dtype = dtype
         self.scale = scale
-        self.keys = [[] for _ in range(num_kv_heads)]
-        self.values = [[] for _ in range(num_kv_heads)]
-        self.means = [[] for _ in range(num_kv_heads)]
-        self.maxima = [[] for _ in range(num_kv_heads)]
-        self.minima = [[] for _ in range(num_kv_heads)]
-        self.hh_score = [[] for _ in range(num_kv_heads)]
+        self.keys: list[list[np.ndarray]] = [[] for _ in range(num_kv_heads)]
+        self.values: list[list[np.ndarray]] = [[] for _ in range(num_kv_heads)]
+        self.means: list[list[np.ndarray]] = [[] for _ in range(num_kv_heads)]
+        self.maxima: list[list[np.ndarray]] = [[] for _ in range(num_kv_heads)]
+        self.minima: list[list[np.ndarray]] = [[] for _ in range(num_kv_heads)]
+        self.hh_score: list[list[float]] = [[] for _ in range(num_kv_heads)]
 
     @property
-    def seq_len(self):
+    def seq_len(self) -> int:
         """Tokens cached."""
         return len(self.keys[0])
 
     @property
-    def num_pages(self):
+    def num_pages(self) -> int:
         """N = ceil(seq_len / P)."""
         return -(-self.seq_len // self.page_size)
 
     @property
-    def over_budget(self):
+    def over_budget(self) -> bool:
         """Whether a step reads less than everything, N > W. Only then is anything scored."""
         if self.policy == "dense_attention":
             return False
         return self.num_pages > self.top_k + self.reserved_bos + self.reserved_eos
 
-    def write(self, k, v):
+    def write(self, k: np.ndarray, v: np.ndarray) -> None:
         """Appends one token: `k`, `v` [Hkv, D]. A page that it completes gets summaries; its score is 0."""
         for head in range(self.num_kv_heads):
             self.keys[head].append(np.asarray(k[head], np.float64))
@@ -364,7 +380,7 @@ class Request:
                 self.maxima[head].append(round_to(page_max(page), self.dtype))
                 self.minima[head].append(round_to(page_min(page), self.dtype))
 
-    def select(self, q):
+    def select(self, q: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
         """Chooses the pages of one step, the token being decoded already written.
 
         Args:
@@ -407,7 +423,7 @@ class Request:
             )
         return pages, scores
 
-    def attend(self, q, pages):
+    def attend(self, q: np.ndarray, pages: Sequence[Sequence[int]]) -> np.ndarray:
         """Attention of `q` [Hq, D] over the cached tokens of `pages` (a list per KV head): `out` [Hq, D]."""
         q = np.asarray(q, np.float64)
         scale = q.shape[1] ** -0.5 if self.scale is None else self.scale
@@ -424,13 +440,13 @@ class Request:
             out[index], _ = attend(q[index], keys, values, scale)
         return out
 
-    def decode(self, q, k, v):
+    def decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Step:
         """One decode step: write, select, attend. `q` [Hq, D]; `k`, `v` [Hkv, D]; returns a `Step`."""
         self.write(k, v)
         pages, scores = self.select(q)
         return Step(pages, scores, self.attend(q, pages))
 
-    def prefill(self, q, k, v):
+    def prefill(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Dense causal attention of T new tokens over themselves and what is cached; nothing is scored.
 
         Args:
@@ -447,11 +463,11 @@ class Request:
             out[token] = self.attend(q[token], everything)
         return out
 
-    def _group(self, q, head):
+    def _group(self, q: np.ndarray, head: int) -> list[np.ndarray]:
         group_size = q.shape[0] // self.num_kv_heads
         return [q[head * group_size + g] for g in range(group_size)]
 
-    def _accumulate(self, head, queries, tokens):
+    def _accumulate(self, head: int, queries: Vectors, tokens: Iterable[int]) -> None:
         scale = len(queries[0]) ** -0.5 if self.score_scale is None else self.score_scale
         keys = [self.keys[head][token] for token in tokens]
         probabilities = token_probabilities(self.policy, queries, keys, scale)

@@ -37,7 +37,7 @@ class RopeScaling:
     original_max_position: int = 8192
     factors: tuple[float, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ValueError(f"kind: expected one of {', '.join(_KINDS)}; got {self.kind!r}")
         if not self.factor > 0:
@@ -71,7 +71,7 @@ class RotaryEmbedding:
     theta: float = 10000.0
     scaling: RopeScaling | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even number >= 2; got {self.head_dim!r}")
         if not self.theta > 0:

@@ -23,6 +23,7 @@ from h2o_jax.generate import (
     check_room,
     check_stop_tokens,
 )
+from h2o_jax.models import Llama
 from h2o_jax.policy import Policy, is_integer
 from h2o_jax.pool import release
 from h2o_jax.sampling import greedy
@@ -81,7 +82,7 @@ class Server:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Llama,
         *,
         policy: Policy,
         config: CacheConfig,
@@ -227,8 +228,8 @@ class Server:
         free_pages = self.config.num_pages - sum(request.pages for request in self._rows if request)
         for row, request in enumerate(self._rows):
             if request is None and self._waiting and self._waiting[0].pages <= free_pages:
-                self._rows[row] = self._waiting.popleft()
-                free_pages -= self._rows[row].pages
+                self._rows[row] = admitted = self._waiting.popleft()
+                free_pages -= admitted.pages
 
 
 @dataclasses.dataclass(eq=False)
@@ -245,7 +246,17 @@ class _Request:
 @functools.partial(
     jax.jit, static_argnames=("graphdef", "policy", "implementation"), donate_argnames="state"
 )
-def forward(params, state, leaving, tokens, num_tokens, *, graphdef, policy, implementation):
+def forward(
+    params: nnx.State,
+    state: PagedState,
+    leaving: jax.Array,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    graphdef: nnx.GraphDef[Llama],
+    policy: Policy,
+    implementation: str | None,
+) -> tuple[PagedState, jax.Array]:
     """Releases rows, then caches the next tokens of each row.
 
     Args:

@@ -5,6 +5,7 @@ Letters: B max_requests, M pages_per_request, P page_size, Hkv num_kv_heads, D h
 
 import dataclasses
 import traceback
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,8 @@ def init_state(config: CacheConfig, policy: Policy) -> PagedState:
             raise
         traceback.clear_frames(error.__traceback__)  # they hold the arrays made so far
         shapes = jax.eval_shape(lambda: _empty(config, policy))
-        device = jax.config.jax_default_device or jax.local_devices()[0]
+        # JAX makes the attributes of its options at run time.
+        device = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
         raise memory.out_of_memory(shapes, config.num_pages, memory.free(device)) from error
 
 
@@ -216,7 +218,7 @@ def _place(index: int, pages: np.ndarray) -> str:
 def _check_arrays(state: PagedState, config: CacheConfig) -> None:
     b, m, n = config.max_requests, config.pages_per_request, config.num_pages
     table = state.table
-    expected = [
+    expected: list[tuple[str, jax.Array, tuple[int, ...], Any]] = [
         ("table.pages", table.pages, (b, m), jnp.int32),
         ("table.seq_lens", table.seq_lens, (b,), jnp.int32),
         ("table.free_pages", table.free_pages, (n,), jnp.int32),

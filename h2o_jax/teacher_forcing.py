@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from h2o_jax.generate import GenerationLoop, advance, check_prompt
+from h2o_jax.models import Llama
 from h2o_jax.policy import Policy
+from h2o_jax.state import PagedState
 
 
 class Agreement(NamedTuple):
@@ -28,7 +30,7 @@ class Agreement(NamedTuple):
 
 
 def teacher_forced_logits(
-    model: nnx.Module,
+    model: Llama,
     prompt: Sequence[int],
     continuation: Sequence[int],
     *,
@@ -71,11 +73,20 @@ def teacher_forced_logits(
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "policy", "implementation"))
-def _forced_decode(params, state, hidden, tokens, *, graphdef, policy, implementation):
+def _forced_decode(
+    params: nnx.State,
+    state: PagedState,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    *,
+    graphdef: nnx.GraphDef[Llama],
+    policy: Policy,
+    implementation: str | None,
+) -> jax.Array:
     model = nnx.merge(graphdef, params)
     one = jnp.ones(1, jnp.int32)
 
-    def step(state, token):
+    def step(state: PagedState, token: jax.Array) -> tuple[PagedState, jax.Array]:
         state, last = advance(
             model, state, token.reshape(1, 1), one, policy=policy, implementation=implementation
         )

@@ -12,7 +12,7 @@ Letters: S steps, T tokens, A tokens of the window, G query heads of a KV head, 
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ class Accuracy:
     gap: float
     misranked: float = 0.0
 
-    def __str__(self):
+    def __str__(self) -> str:
         return (
             f"rel. err {_short(self.rel_err)}, max {self.largest:.2f}, "
             f"top-{TOP_K} {self.overlap:.0%}, gap {self.gap:.1f} ulp"
@@ -519,7 +519,7 @@ def _small_steps(cache, table, inputs, write, select, attend_) -> list[SmallStep
 
 
 def steps_agree(
-    steps: list[SmallStep], inputs: SmallInputs, name: str, options: dict[str, int], page_size: int
+    steps: list[SmallStep], inputs: SmallInputs, name: str, options: dict[str, Any], page_size: int
 ) -> bool:
     """Whether every selection is the float64 oracle's, and every output within 1/128 of the largest value."""
     queries, keys = (_float64(x) for x in inputs)
@@ -686,7 +686,7 @@ def _empty_layer(
     return state.layers[0], dataclasses.replace(state.table, free_pages=jnp.asarray(order))
 
 
-def _extended(table: PageTable, num_tokens: Sequence[int]) -> PageTable:
+def _extended(table: PageTable, num_tokens: Sequence[int] | np.ndarray) -> PageTable:
     table, ok = _extend(table, jnp.asarray(num_tokens, jnp.int32))
     if not bool(ok.all()):
         raise AssertionError(f"the pool is too small for {num_tokens} more tokens")

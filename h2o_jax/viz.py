@@ -5,14 +5,19 @@ Needs matplotlib, from the `notebooks` extra. Each function draws into an Axes a
 Letters: S steps, M logical pages of a row, W budget in pages.
 """
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from h2o_jax.state import PageTable
 
 try:
     import matplotlib.pyplot as plt
+    from matplotlib import color_sequences
     from matplotlib.axes import Axes
     from matplotlib.colors import ListedColormap
+    from matplotlib.image import AxesImage
     from matplotlib.patches import Rectangle
 except ModuleNotFoundError as error:
     raise ImportError("h2o_jax.viz needs matplotlib: pip install 'h2o-jax[notebooks]'") from error
@@ -21,7 +26,7 @@ _PAGES_PER_LINE = 16
 _OUTSIDE, _FREE, _CHOSEN = "0.85", "0.93", "tab:blue"
 
 
-def plot_scores(scores, *, ax: Axes | None = None) -> Axes:
+def plot_scores(scores: npt.ArrayLike, *, ax: Axes | None = None) -> Axes:
     """Heatmap of one row's and one KV head's scores: steps from left to right, logical pages upwards.
 
     Args:
@@ -43,7 +48,7 @@ def plot_scores(scores, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_selections(pages, num_logical: int, *, ax: Axes | None = None) -> Axes:
+def plot_selections(pages: npt.ArrayLike, num_logical: int, *, ax: Axes | None = None) -> Axes:
     """Which logical pages one row and KV head read: steps from left to right, logical pages upwards.
 
     Args:
@@ -96,7 +101,7 @@ def plot_page_table(table: PageTable, *, ax: Axes | None = None) -> Axes:
     corners = [(page % columns, page // columns) for page in range(num_pages)]
     for x, y in corners:
         ax.add_patch(Rectangle((x, y), 0.9, 0.9, facecolor=_FREE, edgecolor="0.6"))
-    colours = plt.get_cmap("tab10").colors
+    colours = color_sequences["tab10"]
     rows = zip(np.asarray(table.pages), np.asarray(table.seq_lens), np.asarray(table.pages_in_use))
     for row, (pages, seq_len, in_use) in enumerate(rows):
         colour = colours[row % len(colours)]
@@ -107,8 +112,8 @@ def plot_page_table(table: PageTable, *, ax: Axes | None = None) -> Axes:
             ax.add_patch(Rectangle((x, y), 0.9 * filled, 0.9, facecolor=colour, alpha=0.6, label=label))
             ax.text(x + 0.45, y + 0.45, f"{row}:{logical}", ha="center", va="center")
     ax.set(xlim=(-0.1, columns), ylim=(lines, -0.1), aspect="equal")
-    ax.set_xticks(np.arange(columns) + 0.45, range(columns))
-    ax.set_yticks(np.arange(lines) + 0.45, range(0, num_pages, columns))
+    ax.set_xticks(np.arange(columns) + 0.45, [str(page) for page in range(columns)])
+    ax.set_yticks(np.arange(lines) + 0.45, [str(page) for page in range(0, num_pages, columns)])
     ax.tick_params(length=0)
     ax.set(
         xlabel="physical page",
@@ -124,14 +129,14 @@ def _axes(ax: Axes | None) -> Axes:
     return plt.subplots(layout="constrained")[1] if ax is None else ax
 
 
-def _matrix(name: str, value, letters: str) -> np.ndarray:
+def _matrix(name: str, value: npt.ArrayLike, letters: str) -> np.ndarray:
     array = np.asarray(value)
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(f"{name}: expected {letters}, none of them 0, got shape {list(array.shape)}")
     return array
 
 
-def _heatmap(ax: Axes, image: np.ndarray, **options):
+def _heatmap(ax: Axes, image: np.ndarray, **options: Any) -> AxesImage:
     height, width = image.shape
     drawn = ax.imshow(
         image,

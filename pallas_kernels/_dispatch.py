@@ -1,8 +1,12 @@
 """Which implementation of an op runs."""
 
+import contextlib
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
+
+_Result = TypeVar("_Result")
 
 IMPLEMENTATIONS = ("xla", "pallas", "pallas_interpret")
 
@@ -35,18 +39,26 @@ def require_runnable(implementation: str | None) -> None:
         )
 
 
-def dispatch(op: str, implementation: str | None, functions: Mapping[str, Callable], *args, **kwargs):
+def dispatch(
+    op: str,
+    implementation: str | None,
+    functions: Mapping[str, Callable[..., _Result]],
+    *args: Any,
+    **kwargs: Any,
+) -> _Result:
     """Calls the first candidate that does not raise `NotImplementedError`.
 
     An implementation that is named explicitly is the only candidate, so its `NotImplementedError`
     reaches the caller.
     """
-    names = candidates(implementation)
-    for name in names:
-        try:
-            if name not in functions:
-                raise NotImplementedError(f"{op}: no {name!r} implementation")
-            return functions[name](*args, **kwargs)
-        except NotImplementedError:
-            if name == names[-1]:
-                raise
+
+    def call(name: str) -> _Result:
+        if name not in functions:
+            raise NotImplementedError(f"{op}: no {name!r} implementation")
+        return functions[name](*args, **kwargs)
+
+    *first, last = candidates(implementation)
+    for name in first:
+        with contextlib.suppress(NotImplementedError):
+            return call(name)
+    return call(last)

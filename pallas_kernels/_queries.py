@@ -3,6 +3,8 @@
 Letters: G query heads of a KV head, R = G padded to rows of tensor-core tiles, D head_dim, T vectors.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -73,7 +75,7 @@ class QueryTerms:
 
     def dot(self, tiles: list[jax.Array]) -> jax.Array:
         """Products with vectors given as [T, piece] along D: [R, T] float32, [1, T] of a lone query."""
-        total = None
+        total: Any = None
         for terms, tile in zip(self._pieces, tiles, strict=True):
             for term in terms:
                 product = _dot(term, tile)

@@ -193,7 +193,9 @@ def test_wrong_shapes_and_dtypes(name, argument, bad):
 DECODING = ["select_pages", "attend", "decode_attention"]
 
 
-@pytest.mark.parametrize("name", [*DECODING, "prefill_attention", "envelope_scores", "decayed_softmax_scores", "paged_attention"])
+@pytest.mark.parametrize(
+    "name", [*DECODING, "prefill_attention", "envelope_scores", "decayed_softmax_scores", "paged_attention"]
+)
 @pytest.mark.parametrize("heads", [1, 3, 5])
 def test_query_heads_that_do_not_divide(name, heads):
     shape = (3, 5, heads, 8) if name == "prefill_attention" else (3, heads, 8)

@@ -124,7 +124,10 @@ def test_rows_render_as_json_lines_and_as_a_table(rows):
 def broken(op, change, monkeypatch):
     """Makes "pallas" of an op return `change(its arguments, its results)`."""
     right = implementations(op)["xla"]
-    wrong = lambda *args, **options: change(args, right(*args, **options))
+
+    def wrong(*args, **options):
+        return change(args, right(*args, **options))
+
     monkeypatch.setitem(implementations(op), "pallas", wrong)
 
 

@@ -236,7 +236,9 @@ def test_row_reuse(name, implementation):
     h2o_jax.check_state(state, config)
 
 
-@pytest.mark.parametrize("name", ["h2o_sparse_attention", "gqa_quest_sparse_attention", "gqa_h2o_token_sparse_attention"])
+@pytest.mark.parametrize(
+    "name", ["h2o_sparse_attention", "gqa_quest_sparse_attention", "gqa_h2o_token_sparse_attention"]
+)
 def test_group_choice(name, implementation):
     _, page_size = policy_and_size(name)
     policy = h2o_jax.get_policy(name, top_k=1, reserved_bos=1, reserved_eos=1)

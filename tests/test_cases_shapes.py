@@ -13,8 +13,8 @@ import pytest
 
 import h2o_jax
 from h2o_jax import reference
-from tests.kernel_runs import jit
 from tests import plain, tolerance
+from tests.kernel_runs import jit
 
 POLICIES = {
     "h2o_sparse_attention": {"top_k": 1},

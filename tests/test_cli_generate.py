@@ -124,7 +124,10 @@ def test_one_new_token_is_printed(directory, capsys):
 
 
 def test_interrupt_ends_the_process_at_once():
-    code = "import time; from h2o_jax import cli; cli.main = lambda: time.sleep(60); print('ready', flush=True); cli.script()"
+    code = (
+        "import time; from h2o_jax import cli; cli.main = lambda: time.sleep(60); "
+        "print('ready', flush=True); cli.script()"
+    )
     environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -101,7 +101,10 @@ def test_from_attention_of_grouped_keys(rng):
 
 def test_from_attention_under_transformations():
     attention, params = flax_attention()
-    convert = lambda params: H2OAttention.from_attention(attention, params)[1]  # noqa: E731
+
+    def convert(params):
+        return H2OAttention.from_attention(attention, params)[1]
+
     expected = convert(params)
     shapes = jax.eval_shape(convert, params)
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, expected)

@@ -92,7 +92,7 @@ def test_a_small_budget_changes_the_logits(model):
     assert agreement(exact, sparse).mean_kl > 1e-6
     assert agreement(exact, exact) == (1.0, 0.0)
     for rows in ((10, 3), (0, 0)):
-        message = r"dense_logits, policy_logits: expected one shape .*; got \[%d, 61\], \[%d, 61\]" % rows
+        message = rf"dense_logits, policy_logits: expected one shape .*; got \[{rows[0]}, 61\], \[{rows[1]}, 61\]"
         with pytest.raises(ValueError, match=message):
             agreement(exact[: rows[0]], sparse[: rows[1]])
     for wrong in ([], [VOCAB]):

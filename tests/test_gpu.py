@@ -98,7 +98,7 @@ def test_the_model_says_the_same_with_either_implementation(name):
 
 
 @on_gpu
-def test_a_server_of_smollm_says_what_each_request_says_alone(smollm, monkeypatch):
+def test_a_server_of_smollm_says_what_each_request_says_alone(smollm, monkeypatch):  # noqa: F811
     """50 requests through 8 rows and 64 pages: with the kernels, without, and one by one."""
     model, tokenizer, _ = smollm
     text = tokenizer.encode(topics["comparisons"])

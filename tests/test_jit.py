@@ -194,7 +194,7 @@ def test_a_step_costs_the_same_in_a_pool_of_64k_pages(name, scanned):
         executable, loop, _ = compiled(name, num_pages, "float32", scanned)
         news = loop.inputs(16)
         runs[num_pages] = [executable, loop.start(), news if scanned else at(news, 0), []]
-    for turn in range(5 if scanned else 60):
+    for _ in range(5 if scanned else 60):
         for run in runs.values():
             executable, state, new, times = run
             started = time.perf_counter()

@@ -1,6 +1,7 @@
 """What a small budget costs the default model on a long real text (the prose of Python's help topics)."""
 
 import pydoc_data.topics
+
 import pytest
 
 import h2o_jax

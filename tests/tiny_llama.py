@@ -125,7 +125,7 @@ def write_directory(path, values, weights, *, shards=1):
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         save_file({name: weights[name] for name in names[shard::shards]}, path / file)
-        placement |= {name: file for name in names[shard::shards]}
+        placement |= dict.fromkeys(names[shard::shards], file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placement}))
     return path
 

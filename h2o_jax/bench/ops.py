@@ -12,6 +12,8 @@ from h2o_jax.bench.inputs import LARGEST, layer_cache, new_tokens, page_table, s
 from h2o_jax.bench.row import Row, at_most, percent, ratio
 from h2o_jax.bench.run import Run
 from h2o_jax.bench.timing import Calls, rotated
+from h2o_jax.policies.page import SummaryPolicy
+from h2o_jax.policies.token import H2OTokenPolicy
 from h2o_jax.pool import extend as extend_table
 from h2o_jax.state import PagedState, check_state, init_state
 from pallas_kernels import (
@@ -48,6 +50,7 @@ def envelope(run: Run) -> Iterator[Row]:
     """`envelope_scores` of a page-level step."""
     sizes = run.sizes(8, 16)
     policy = run.policy(PAGE_POLICY, sizes.page_size)
+    assert isinstance(policy, SummaryPolicy)
     pages, summaries = page_table(sizes).pages, layer_cache(sizes, policy, 0).aux["summaries"]
     window = _window(sizes, policy)
     news = new_tokens(np.uint32(0), sizes=sizes, number=4)
@@ -73,6 +76,7 @@ def softmax(run: Run) -> Iterator[Row]:
     """`decayed_softmax_scores` of a token-level step; it updates the stored scores in place."""
     sizes = run.sizes(8, 1)
     policy = run.policy(TOKEN_POLICY, sizes.page_size)
+    assert isinstance(policy, H2OTokenPolicy)
     table, cache = page_table(sizes), layer_cache(sizes, policy, 0)
     k, first = cache.k, cache.aux["hh_score"]
     del cache  # and with it the values
@@ -162,10 +166,10 @@ def write(run: Run) -> Iterator[Row]:
     sizes = run.sizes(8, 16)
     policy = run.policy(PAGE_POLICY, sizes.page_size)
     table = page_table(sizes)
-    ones = np.ones(sizes.batch, np.int32)
+    ones = jnp.ones(sizes.batch, jnp.int32)
     news = [(k[:, None], v[:, None]) for _, k, v in new_tokens(np.uint32(0), sizes=sizes, number=4)]
     last = table.pages[:, -1]
-    before = []
+    before: list[jax.Array] = []
 
     def op(pools, k, v, pages, *, implementation):
         k_pool, v_pool, summaries = pools
@@ -208,8 +212,9 @@ def extend(run: Run) -> Iterator[Row]:
         return calls, parity.equal("length", calls.state.seq_lens, np.array(sizes.lengths) + 1)
 
     floor_bytes = 2 * sizes.batch * sizes.pages_per_request * 4  # the page table, read and written
-    options = dict(implementation="xla", targets=(at_most(15e-6),))
-    yield run.measure("extend", sizes, prepare, floor_bytes=floor_bytes, **options)
+    yield run.measure(
+        "extend", sizes, prepare, floor_bytes=floor_bytes, implementation="xla", targets=(at_most(15e-6),)
+    )
 
 
 def _window(sizes, policy):

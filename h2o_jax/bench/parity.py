@@ -131,8 +131,8 @@ def check_output(
     sizes: Sizes, table: PageTable, cache: LayerCache, q: jax.Array, pages: jax.Array, out: jax.Array
 ) -> Parity:
     """Checks attention over the logical pages [B, Hkv, W]; `cache` is one of the dense policy."""
-    counts = np.full(pages.shape[:2], pages.shape[2], np.int32)
-    selection = Selection(pages, counts, np.zeros((*pages.shape[:2], 0), np.float32))
+    counts = jnp.full(pages.shape[:2], pages.shape[2], jnp.int32)
+    selection = Selection(pages, counts, jnp.zeros((*pages.shape[:2], 0), jnp.float32))
     dense = get_policy("dense_attention")
     exact = np.stack([_row(cache, table, q, selection, b, policy=dense)[2] for b in range(sizes.batch)])
     return compare("output", out, exact, output_tolerance(exact, out.dtype))
@@ -140,10 +140,10 @@ def check_output(
 
 def check_stored(pool: jax.Array, table: PageTable, scores: jax.Array) -> Parity:
     """Checks that the pool [num_pages, Hkv, 1] holds the scores [B, Hkv, M] of all tokens scored."""
-    scores = np.asarray(scores)
-    stored = np.where(np.isneginf(scores), scores, _stored(pool, table.pages))
+    given = np.asarray(scores)
+    stored = np.where(np.isneginf(given), given, _stored(pool, table.pages))
     # An ulp, for the two may come from two roundings of one expression.
-    return compare("stored score", stored, scores, _ULP * np.abs(scores))
+    return compare("stored score", stored, given, _ULP * np.abs(given))
 
 
 @jax.jit
@@ -160,6 +160,7 @@ def _check_layer(sizes, policy, table, new, cache, before, selection, out):
     rows = [_row(scored, table, q, selection, b, policy=policy) for b in range(sizes.batch)]
     scores, between, exact = (np.stack([np.asarray(row[i]) for row in rows]) for i in range(3))
 
+    tolerance: float | np.ndarray
     if before is None:
         tolerance = score_tolerance(sizes, q)
     else:
@@ -171,8 +172,8 @@ def _check_layer(sizes, policy, table, new, cache, before, selection, out):
     for b, n in enumerate(sizes.pages_in_use):
         expected = np.arange(n)
         if n > policy.budget(sizes.pages_per_request):
-            expected = expected[: policy.reserved_bos], between[b], expected[n - policy.reserved_eos :]
-            heads = [np.broadcast_to(x, (sizes.num_kv_heads, x.shape[-1])) for x in expected]
+            parts = expected[: policy.reserved_bos], between[b], expected[n - policy.reserved_eos :]
+            heads = [np.broadcast_to(x, (sizes.num_kv_heads, x.shape[-1])) for x in parts]
             expected = np.concatenate(heads, axis=-1)
         got = pages[b, :, : expected.shape[-1]]
         yield equal("chosen page", got, np.broadcast_to(expected, got.shape))

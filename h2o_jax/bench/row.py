@@ -54,7 +54,7 @@ def ratio(least: float) -> Target:
 
 def at_most(seconds: float) -> Target:
     """A step in no more than this."""
-    return Target(f"{seconds * 1e6:.0f} us", lambda row: row.seconds <= seconds)
+    return Target(f"{seconds * 1e6:.0f} us", lambda row: row.seconds is not None and row.seconds <= seconds)
 
 
 def percent(least: float) -> Target:
@@ -163,7 +163,7 @@ class Row:
                 "tolerance": parity.tolerance,
             },
             "failure": self.failure,
-            "note": "; ".join(filter(None, (self.note, timing and timing.note))),
+            "note": "; ".join(filter(None, (self.note, timing.note if timing else ""))),
             "kernels": [[name, seconds] for name, seconds in timing.kernels] if timing else [],
         }
         return json.dumps(values | dict(environment), allow_nan=False)
@@ -176,7 +176,7 @@ class Row:
             return f"{start}  FAILED: {first:.300}"
         if self.timing is None:
             return f"{start}  {self.note}"
-        versus = "" if self.ratio is None else f"{self.ratio:.2f}x {self.baseline[0]}"
+        versus = "" if self.ratio is None or self.baseline is None else f"{self.ratio:.2f}x {self.baseline[0]}"
         goal = ", ".join(target.text for target in self.targets)
         if goal:
             goal += " met" if self.met else " MISSED"
@@ -184,7 +184,7 @@ class Row:
             self.name,
             self.implementation,
             self.shape,
-            f"{self.seconds * 1e6:.1f}",
+            f"{self.timing.seconds * 1e6:.1f}",
             _number(self.gb_per_s, ".0f"),
             _number(self.percent_of_bandwidth, ".1f"),
             versus,

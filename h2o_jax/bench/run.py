@@ -92,7 +92,7 @@ class Run:
             shape=str(shape),
             floor_bytes=floor_bytes,
             bandwidth=self.bandwidth,
-            baseline=baseline if baseline and baseline[1] else None,
+            baseline=(baseline[0], baseline[1]) if baseline and baseline[1] else None,
             targets=targets if self.judged else (),
         )
         try:
@@ -138,8 +138,9 @@ class Run:
             calls()
             return calls, check(calls)
 
-        options = dict(floor_bytes=floor_bytes, baseline=baseline, targets=targets)
-        yield self.measure(name, shape, prepare, **options)
+        yield self.measure(
+            name, shape, prepare, floor_bytes=floor_bytes, baseline=baseline, targets=targets
+        )
 
     def fits(self, num_bytes: int) -> bool:
         """Whether the device has room for this much."""

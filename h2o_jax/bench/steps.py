@@ -1,8 +1,8 @@
 """Rows of the whole attention step of a layer, and of the dense attention it stands against."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -137,10 +137,10 @@ def step_function(policy: Policy, implementation: str) -> Callable:
     """A jitted step of some layers, donated: `(layers, table, news, *, keep_scores) -> (layers, results)`.
 
     It is `decode_attention` in its three parts, so that the selection can be checked. The results are pairs of
-    selection and output. Where `keep_scores` is False the selection's scores are left out, which as an output
-    take a pass of their own that a decode loop does without.
+    selection and output. Where `keep_scores` is False the selection is its pages and counts alone: scores as an
+    output take a pass of their own that a decode loop does without.
     """
-    use = dict(policy=policy, implementation=implementation)
+    use: dict[str, Any] = dict(policy=policy, implementation=implementation)
 
     def step(layers, table, news, *, keep_scores):
         active = table.seq_lens > 0
@@ -150,8 +150,8 @@ def step_function(policy: Policy, implementation: str) -> Callable:
             cache, selection = select_pages(cache, table, q, active=active, **use)
             out = attend(cache, table, q, selection, active=active, implementation=implementation)
             stepped.append(cache)
-            kept = selection if keep_scores else dataclasses.replace(selection, scores=None)
-            results.append((kept, out))
+            chosen = selection if keep_scores else (selection.pages, selection.counts)
+            results.append((chosen, out))
         return tuple(stepped), results
 
     return jax.jit(step, donate_argnums=0, static_argnames="keep_scores")
@@ -190,8 +190,8 @@ def contiguous_dense(run: Run, sizes: Sizes) -> Generator[Row, None, tuple[str, 
             queries = [q for q, _, _ in new_tokens(np.uint32(0), sizes=sizes, number=_SETS)]
             calls = Calls(jax.jit(op), [(q[:, None], k, v) for q in queries])
             calls()
-            pages = np.arange(sizes.pages_per_request, dtype=np.int32)
-            pages = np.broadcast_to(pages, (sizes.batch, sizes.num_kv_heads, len(pages)))
+            pages = jnp.arange(sizes.pages_per_request, dtype=jnp.int32)
+            pages = jnp.broadcast_to(pages, (sizes.batch, sizes.num_kv_heads, len(pages)))
             return calls, parity.check_output(sizes, table, cache, queries[0], pages, calls.out[:, 0])
 
         row = run.measure(

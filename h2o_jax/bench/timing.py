@@ -36,10 +36,15 @@ class Calls(jax.stages.Wrapped):
         state, out: of the latest call.
     """
 
+    # Of a jitted function too, and asked for by no one here.
+    trace: Any
+    lower: Any
+
     def __init__(self, function: Callable, arguments: Sequence[tuple], state: Any = None):
         self._function, self._arguments = function, arguments
         self._done = 0
-        self.state, self.out = state, None
+        self.state: Any = state
+        self.out: Any = None
 
     def __call__(self) -> "Calls":
         """Runs the next call, and returns itself: something to wait for that keeps no output alive."""

@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax bench --help`."""
     if args.list:
-        groups = [(name, function.__doc__.splitlines()[0]) for name, function in bench.GROUPS.items()]
+        groups = [(name, str(function.__doc__).splitlines()[0]) for name, function in bench.GROUPS.items()]
         print(section("groups", groups), end="")
         return 0
     for name in args.names:

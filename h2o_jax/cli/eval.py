@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     with Reporter(console, len(missing), context) as reporter:
         for cell, results in evaluate(setup, missing, reporter.begin, reporter.prefilled):
             store.append(keys[cell] | around, results)
-    records = [store.find(keys[cell]) for cell in cells]
+    records: list[Any] = [store.find(keys[cell]) for cell in cells]
     print_tables(records)
     if args.csv:
         write_csv(args.csv, records)

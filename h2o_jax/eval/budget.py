@@ -79,8 +79,7 @@ def budget_tokens(budgets: Iterable[Fraction | int], context: int, page_sizes: S
     step = math.lcm(*page_sizes)
     tokens = []
     for budget in budgets:
-        is_fraction = isinstance(budget, Fraction)
-        number = int(budget * context) // step * step if is_fraction else budget
+        number = int(budget * context) // step * step if isinstance(budget, Fraction) else budget
         if number % step or not 0 < number < context:
             raise ValueError(
                 f"budgets: expected fractions below 1, or numbers of tokens below the context of {context} "

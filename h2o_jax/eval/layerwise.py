@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from h2o_jax.models import Llama
 from h2o_jax.policy import Policy
 from h2o_jax.pool import extend
 from h2o_jax.state import PagedState
@@ -26,7 +27,7 @@ class Layerwise:
         model: the model; its parameters are shared, not copied.
     """
 
-    def __init__(self, model: nnx.Module):
+    def __init__(self, model: Llama):
         self.config, self.dtype, self.cache_config = model.config, model.dtype, model.cache_config
         self._blocks = [nnx.split(block) for block in model.blocks]
         ends = copy.copy(model)

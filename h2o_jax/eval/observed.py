@@ -4,6 +4,7 @@ Letters: B rows, M pages a row, P page size.
 """
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +33,9 @@ class ObservedPolicy(Policy):
 
     inner: Policy = dataclasses.field(kw_only=True)
 
-    @property
-    def summary_kinds(self):
-        """Those of `inner`."""
-        return self.inner.summary_kinds
-
-    @property
-    def page_size(self):
-        """That of `inner`."""
-        return self.inner.page_size
+    # Those of `inner`: read from instances, not from the class.
+    summary_kinds: ClassVar[Any] = property(lambda self: self.inner.summary_kinds)
+    page_size: ClassVar[Any] = property(lambda self: self.inner.page_size)
 
     def init_aux(self, config):
         observed = jnp.zeros((config.num_pages, config.num_kv_heads, len(_KEPT)), jnp.float32)

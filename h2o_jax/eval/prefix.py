@@ -73,7 +73,9 @@ def _rewrite(old: LayerCache, old_table, cache: LayerCache, table, *, policy) ->
     return write_tokens(cache, table, contiguous(old.k), contiguous(old.v), table.seq_lens, policy=policy)
 
 
-def prefill(model: Layerwise, prompts: Sequence[Sequence[int]], progress: Callable[[int], None]) -> Prefix:
+def prefill(
+    model: Layerwise, prompts: Sequence[Sequence[int]] | np.ndarray, progress: Callable[[int], None]
+) -> Prefix:
     """Runs dense attention over R prompts, which may differ in length.
 
     Args:

@@ -1,9 +1,10 @@
 """Imports of what only the `models` extra installs."""
 
 import importlib
+from typing import Any
 
 
-def require(module: str):
+def require(module: str) -> Any:
     """Imports `module`.
 
     Raises:

@@ -11,7 +11,7 @@ SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _CONTEXTS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
-def unsupported_architecture(name) -> ValueError:
+def unsupported_architecture(name: Any) -> ValueError:
     """The error for an architecture this package has no model for."""
     return ValueError(
         f"architecture: {name!r} is not supported; expected one of {', '.join(SUPPORTED_ARCHITECTURES)}"
@@ -76,7 +76,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.architecture not in SUPPORTED_ARCHITECTURES:
             raise unsupported_architecture(self.architecture)
         for name in (
@@ -153,13 +153,13 @@ class LlamaConfig:
         )
 
 
-def _required(values, key):
+def _required(values: Mapping[str, Any], key: str) -> Any:
     if values.get(key) is None:
         raise ValueError(f"{key}: expected in the model's config; it is missing")
     return values[key]
 
 
-def _refuse_other_computation(values):
+def _refuse_other_computation(values: Mapping[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act: expected 'silu'; got {activation!r}")
@@ -168,7 +168,7 @@ def _refuse_other_computation(values):
         raise ValueError(f"quantization_config: expected unquantised tensors; got quant_method {method!r}")
 
 
-def _sliding_window(architecture, values):
+def _sliding_window(architecture: str, values: Mapping[str, Any]) -> int | None:
     """The window of the layers that slide, by the rules of transformers, or None."""
     window = values.get("sliding_window", 4096)
     layer_types = values.get("layer_types")
@@ -183,7 +183,7 @@ def _sliding_window(architecture, values):
     return window if others else None
 
 
-def _rope_settings(values):
+def _rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings, in either spelling; a setting that is None is left out."""
     old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
     if old and new and old != new:
@@ -205,7 +205,7 @@ def _rope_settings(values):
     return settings
 
 
-def _rope_scaling(rope, max_position_embeddings):
+def _rope_scaling(rope: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

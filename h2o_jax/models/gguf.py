@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,12 @@ def open_gguf(path: Path) -> GGUFFile:
         ValueError: the file is truncated, corrupt or not GGUF.
     """
     library = require("gguf")
+    base: Any = library.GGUFReader
 
-    class Reader(library.GGUFReader):
+    class Reader(base):
         # A slice past the end of the file is silently short: a string loses its tail, and an array's
         # length is followed for as long as it says.
-        def _get(self, offset, dtype, count=1, *args, **kwargs):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> np.ndarray:
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if end > len(self.data):
                 raise ValueError(f"it ends at byte {len(self.data)}, and its header refers to byte {end}")
@@ -80,8 +82,8 @@ def open_gguf(path: Path) -> GGUFFile:
                 f"{path}: truncated or corrupt GGUF file: tensor {tensor.name} ends at byte {end} of {size}"
             )
 
-    def dequantised(tensor):
-        def read():
+    def dequantised(tensor: Any) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
             try:
                 return library.quants.dequantize(tensor.data, tensor.tensor_type)
             except NotImplementedError as error:
@@ -106,16 +108,16 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     if architecture not in _ARCHITECTURES:
         raise unsupported_architecture(architecture)
 
-    def optional(key, default=None):
+    def optional(key: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.{key}", default)
 
-    def required(key):
+    def required(key: str) -> Any:
         value = optional(key)
         if value is None:
             raise ValueError(f"{architecture}.{key}: expected in the file's metadata; it is missing")
         return value
 
-    def per_model(key):
+    def per_model(key: str) -> int:
         value = required(key)
         if isinstance(value, list):
             raise ValueError(f"{architecture}.{key}: expected one number for all layers; got {value}")
@@ -156,7 +158,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     )
 
 
-def _rope_scaling(file, architecture):
+def _rope_scaling(file: GGUFFile, architecture: str) -> RopeScaling | None:
     key = f"{architecture}.rope.scaling"
     kind = file.metadata.get(f"{key}.type", "none")
     if kind not in ("none", "linear"):
@@ -185,7 +187,7 @@ def gguf_tensors(file: GGUFFile, config: LlamaConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def _hf_name(name):
+def _hf_name(name: str) -> str:
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer and layer[2] in _LAYER:
         return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{layer[3]}"
@@ -193,11 +195,11 @@ def _hf_name(name):
     return f"{_TOP[top]}.{kind}" if top in _TOP else name
 
 
-def _unpermuted(tensor, num_heads):
+def _unpermuted(tensor: Tensor, num_heads: int) -> Tensor:
     """Undoes the converter's row order. For `llama` alone it stores each head's rows as pairs
     (i, i + D/2), for a rotation of neighbours; the rotation here pairs halves."""
 
-    def read():
+    def read() -> np.ndarray:
         array = tensor.read()
         if array.shape[0] % (2 * num_heads):
             return array  # a wrong shape, which the loader reports

@@ -6,19 +6,21 @@ Letters: B rows, T new tokens per row, V vocabulary.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from h2o_jax import debug
 from h2o_jax.config import CacheConfig
 from h2o_jax.models.config import LlamaConfig
 from h2o_jax.nnx import H2OAttention, matmul_precision
-from h2o_jax.state import PagedState
+from h2o_jax.policy import Policy
+from h2o_jax.state import LayerCache, PagedState, PageTable
 
 
 class MLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(self, config: LlamaConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
-        def linear(features_in, features_out):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        def linear(features_in: int, features_out: int) -> nnx.Linear:
             return nnx.Linear(
                 features_in,
                 features_out,
@@ -33,14 +35,14 @@ class MLP(nnx.Module):
         self.up_proj = linear(config.hidden_size, config.intermediate_size)
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nnx.Module):
     """One pre-norm decoder layer: attention, then MLP, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, *, dtype, param_dtype, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, dtype, param_dtype, rngs)
         self.attention = H2OAttention(
             config.hidden_size,
@@ -59,7 +61,16 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, dtype, param_dtype, rngs)
         self.mlp = MLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-    def __call__(self, cache, table, x, num_tokens, *, policy, implementation=None):
+    def __call__(
+        self,
+        cache: LayerCache,
+        table: PageTable,
+        x: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        policy: Policy,
+        implementation: str | None = None,
+    ) -> tuple[LayerCache, jax.Array]:
         cache, attended = self.attention(
             cache, table, self.attention_norm(x), num_tokens, policy=policy, implementation=implementation
         )
@@ -77,7 +88,14 @@ class Llama(nnx.Module):
         rngs: source of the initial parameters.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype=jnp.float32, param_dtype=None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike | None = None,
+        rngs: nnx.Rngs,
+    ):
         param_dtype = dtype if param_dtype is None else param_dtype
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -100,7 +118,13 @@ class Llama(nnx.Module):
             )
 
     def cache_config(
-        self, max_requests, pages_per_request, page_size, num_pages=None, *, dtype=None
+        self,
+        max_requests: int,
+        pages_per_request: int,
+        page_size: int,
+        num_pages: int | None = None,
+        *,
+        dtype: DTypeLike | None = None,
     ) -> CacheConfig:
         """A CacheConfig that fits this model.
 
@@ -120,7 +144,15 @@ class Llama(nnx.Module):
             dtype=self.dtype if dtype is None else dtype,
         )
 
-    def hidden(self, state: PagedState, tokens, num_tokens, *, policy, implementation=None):
+    def hidden(
+        self,
+        state: PagedState,
+        tokens: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        policy: Policy,
+        implementation: str | None = None,
+    ) -> tuple[PagedState, jax.Array]:
         """Runs the layers, without the output head.
 
         Args:
@@ -158,7 +190,7 @@ class Llama(nnx.Module):
             layers.append(cache)
         return PagedState(table=state.table, layers=tuple(layers)), self.norm(x)
 
-    def logits(self, h) -> jax.Array:
+    def logits(self, h: jax.Array) -> jax.Array:
         """The output head: h [..., hidden_size] to float32 logits [..., V]."""
         if self.config.tie_embeddings:
             weight, axis = self.embed.embedding[...], 1
@@ -172,13 +204,21 @@ class Llama(nnx.Module):
             preferred_element_type=jnp.float32,
         )
 
-    def __call__(self, state: PagedState, tokens, num_tokens, *, policy, implementation=None):
+    def __call__(
+        self,
+        state: PagedState,
+        tokens: jax.Array,
+        num_tokens: jax.Array,
+        *,
+        policy: Policy,
+        implementation: str | None = None,
+    ) -> tuple[PagedState, jax.Array]:
         """`hidden` and then `logits` at every position: (state, logits [B, T, V] float32)."""
         state, h = self.hidden(state, tokens, num_tokens, policy=policy, implementation=implementation)
         return state, self.logits(h)
 
 
-def _norm(config, dtype, param_dtype, rngs):
+def _norm(config: LlamaConfig, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(
         config.hidden_size, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )

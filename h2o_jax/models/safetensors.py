@@ -1,7 +1,10 @@
 """Tensors of a Hugging Face directory: model.safetensors, or shards listed in an index."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from h2o_jax.models._optional import require
 from h2o_jax.models.weights import Tensor
@@ -40,11 +43,12 @@ def read_directory(directory: Path) -> dict[str, Tensor]:
     return _read_file(directory / _SINGLE)
 
 
-def _read_shards(directory):
+def _read_shards(directory: Path) -> dict[str, Tensor]:
     placement = read_json(directory / _INDEX).get("weight_map")
     if not isinstance(placement, dict):
         raise ValueError(f"{directory / _INDEX}: expected an object under 'weight_map'; got {placement!r}")
-    shards, tensors = {}, {}
+    shards: dict[Path, dict[str, Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shard in placement.items():
         path = directory / str(shard)
         if path not in shards:
@@ -59,7 +63,7 @@ def _read_shards(directory):
     return tensors
 
 
-def _read_file(path):
+def _read_file(path: Path) -> dict[str, Tensor]:
     library = require("safetensors")
     try:
         file = library.safe_open(path, framework="numpy")
@@ -67,8 +71,8 @@ def _read_file(path):
     except library.SafetensorError as error:
         raise ValueError(f"{path}: truncated or corrupt safetensors file: {error}") from error
 
-    def reader(name):
-        def read():
+    def reader(name: str) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
             try:
                 return file.get_tensor(name)
             except (library.SafetensorError, TypeError, AttributeError) as error:

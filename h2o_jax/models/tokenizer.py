@@ -5,7 +5,7 @@ import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from h2o_jax.models._optional import require
 from h2o_jax.models.safetensors import read_json
@@ -121,7 +121,8 @@ class Tokenizer:
             raise ValueError(f"tokenizer.ggml.model: expected 'gpt2' (byte-level BPE); got {kind!r}")
         if pre not in _PRE_TOKENIZERS:
             raise ValueError(f"tokenizer.ggml.pre: expected one of {', '.join(_PRE_TOKENIZERS)}; got {pre!r}")
-        tokens, merges = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
+        tokens: Any = metadata.get("tokenizer.ggml.tokens")
+        merges: Any = metadata.get("tokenizer.ggml.merges")
         for name, value in (("tokens", tokens), ("merges", merges)):
             if not isinstance(value, list):
                 raise ValueError(f"tokenizer.ggml.{name}: expected in the file's metadata; it is missing")
@@ -182,7 +183,7 @@ class Tokenizer:
         return self.backend.decode([int(index) for index in ids], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The text of a conversation, as the model was trained to see it.
 
@@ -241,7 +242,7 @@ class StreamDecoder:
         self._ids, self._given = [], 0
         return text
 
-    def _take(self, final):
+    def _take(self, final: bool) -> str:
         before, after = self._decode(self._ids[: self._given]), self._decode(self._ids)
         if len(after) <= len(before) or (after.endswith(_REPLACEMENT) and not final):
             return ""
@@ -249,11 +250,11 @@ class StreamDecoder:
         self._given = len(self._ids)
         return after[len(before) :]
 
-    def _decode(self, ids):
+    def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def _token_id(metadata, name, size):
+def _token_id(metadata: Mapping[str, Any], name: str, size: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     value = metadata.get(key)
     if value is None:
@@ -263,7 +264,7 @@ def _token_id(metadata, name, size):
     return int(value)
 
 
-def _byte_level_bpe(tokens, merges, types, pre):
+def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], types: Sequence[int], pre: str) -> Any:
     library = require("tokenizers")
     pairs = [tuple(merge.split(" ")) for merge in merges]
     wrong = [merge for merge, pair in zip(merges, pairs) if len(pair) != 2]
@@ -291,9 +292,9 @@ def _byte_level_bpe(tokens, merges, types, pre):
     return backend
 
 
-def _to_json(value, indent=None):
+def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _raise_exception(message):
+def _raise_exception(message: str) -> NoReturn:
     raise require("jinja2").TemplateError(message)

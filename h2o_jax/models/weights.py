@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from h2o_jax.models.config import LlamaConfig
 from h2o_jax.models.llama import Llama
@@ -29,10 +30,13 @@ class Tensor:
     read: Callable[[], np.ndarray]
 
 
-def parameter_names(config: LlamaConfig) -> dict[str, tuple]:
+def parameter_names(config: LlamaConfig) -> dict[str, tuple[str | int, ...]]:
     """Hugging Face tensor name -> path of the parameter in `Llama`. The paths end in "kernel" where the
     parameter is the transposed tensor."""
-    names = {"model.embed_tokens.weight": ("embed", "embedding"), "model.norm.weight": ("norm", "scale")}
+    names: dict[str, tuple[str | int, ...]] = {
+        "model.embed_tokens.weight": ("embed", "embedding"),
+        "model.norm.weight": ("norm", "scale"),
+    }
     if not config.tie_embeddings:
         names["lm_head.weight"] = ("lm_head", "kernel")
     for index in range(config.num_layers):
@@ -56,7 +60,7 @@ def parameter_names(config: LlamaConfig) -> dict[str, tuple]:
     return names
 
 
-def load_weights(config: LlamaConfig, tensors: Mapping[str, Tensor], dtype) -> Llama:
+def load_weights(config: LlamaConfig, tensors: Mapping[str, Tensor], dtype: DTypeLike) -> Llama:
     """Builds the model with these weights. Each tensor is cast on its own, so that no second copy of the
     whole model exists.
 
@@ -90,7 +94,7 @@ def load_weights(config: LlamaConfig, tensors: Mapping[str, Tensor], dtype) -> L
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def _check_names(config, names, tensors):
+def _check_names(config: LlamaConfig, names: Collection[str], tensors: Mapping[str, Tensor]) -> None:
     missing = [name for name in names if name not in tensors]
     if missing:
         why = ""
@@ -113,17 +117,17 @@ def _check_names(config, names, tensors):
         )
 
 
-def _listed(names):
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
 
-def _check_shape(name, got, expected):
+def _check_shape(name: str, got: Sequence[int], expected: Sequence[int]) -> None:
     if tuple(got) != tuple(expected):
         raise ValueError(f"{name}: expected shape {tuple(expected)}; got {tuple(got)}")
 
 
-def _read(name, tensor, expected):
+def _read(name: str, tensor: Tensor, expected: Sequence[int]) -> np.ndarray:
     _check_shape(name, tensor.shape, expected)
     array = tensor.read()
     if not jax.dtypes.issubdtype(array.dtype, np.floating):

@@ -13,7 +13,7 @@ class SinkRecentPolicy(Policy):
     top_k: int = 0
     least_top_k = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.top_k != 0:
             raise ValueError(f"top_k: expected 0, since sink_recent_attention scores nothing, got {self.top_k!r}")
         super().__post_init__()
@@ -27,5 +27,5 @@ class DensePolicy(Policy):
     top_k: int = 0
     least_top_k = 0
 
-    def budget(self, pages_per_request):
+    def budget(self, pages_per_request: int) -> int:
         return pages_per_request

@@ -5,7 +5,10 @@ For KV head h and page p: mean mu, max M and min m of its keys, `peak(q, p) = su
 
 import dataclasses
 
-from h2o_jax.policy import Policy, is_number, register_policy
+import jax
+
+from h2o_jax.policy import Policy, Window, is_number, register_policy
+from h2o_jax.state import LayerCache, PageTable
 from pallas_kernels import envelope_scores
 
 
@@ -17,7 +20,15 @@ class SummaryPolicy(Policy):
     w_avg = 1.0
     w_peak = 1.0
 
-    def score(self, cache, table, q, window, *, implementation=None):
+    def score(
+        self,
+        cache: LayerCache,
+        table: PageTable,
+        q: jax.Array,
+        window: Window,
+        *,
+        implementation: str | None = None,
+    ) -> tuple[LayerCache, jax.Array]:
         return cache, envelope_scores(
             q,
             cache.aux["summaries"],
@@ -47,7 +58,7 @@ class H2OPolicy(SummaryPolicy):
     summary_kinds = ("mean", "max", "min")
     group = "mean"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("w_avg", "w_peak"):
             if not is_number(getattr(self, name)):

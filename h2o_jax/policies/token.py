@@ -3,9 +3,12 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from h2o_jax.policy import Policy, is_number, register_policy
+from h2o_jax.config import CacheConfig
+from h2o_jax.policy import Policy, Window, is_number, register_policy
+from h2o_jax.state import LayerCache, PageTable
 from pallas_kernels import decayed_softmax_scores
 
 SCORE_DTYPES = ("bfloat16", "float16", "float32")
@@ -34,7 +37,7 @@ class H2OTokenPolicy(Policy):
     page_size = 1
     group = "mean"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if not (is_number(self.decay) and 0 <= self.decay <= 1):
             raise ValueError(f"decay: expected a number in [0, 1], got {self.decay!r}")
@@ -48,14 +51,22 @@ class H2OTokenPolicy(Policy):
             raise ValueError(f"score_dtype: expected one of {SCORE_DTYPES}, got {self.score_dtype!r}")
         object.__setattr__(self, "score_dtype", dtype)
 
-    def init_aux(self, config):
+    def init_aux(self, config: CacheConfig) -> dict[str, jax.Array]:
         return super().init_aux(config) | {"hh_score": jnp.zeros(config.pool_shape[:3], self.score_dtype)}
 
     def resolve_scale(self, head_dim: int) -> float:
         """The factor on the logits: `scale`, or `head_dim ** -0.5` where that is None."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
-    def score(self, cache, table, q, window, *, implementation=None):
+    def score(
+        self,
+        cache: LayerCache,
+        table: PageTable,
+        q: jax.Array,
+        window: Window,
+        *,
+        implementation: str | None = None,
+    ) -> tuple[LayerCache, jax.Array]:
         hh_score, scores = decayed_softmax_scores(
             q,
             cache.k,

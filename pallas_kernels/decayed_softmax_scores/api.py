@@ -1,5 +1,6 @@
 """Accumulated attention of tokens. Letters: B rows, M logical pages of one token, G query heads a KV head."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -19,7 +20,7 @@ from pallas_kernels.decayed_softmax_scores import triton, xla
 
 GROUPS = ("mean", "max")
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "pallas": partial(triton.decayed_softmax_scores, interpret=False),
     "pallas_interpret": partial(triton.decayed_softmax_scores, interpret=True),
     "xla": xla.decayed_softmax_scores,

@@ -28,7 +28,6 @@ from pallas_kernels._triton import (
     store_rows,
 )
 
-
 JOINED = 128  # chunks that are joined at once; fixed, for the order of additions depends on it
 
 
@@ -231,7 +230,8 @@ def _join_kernel(
         keep = (g < kept)[:, None] & ((at >= start // chunk) & (at * chunk < stop))[None]
         index = (row, head, g[:, None], at[None])
         peaks, totals = (load_rows(ref, index, keep, interpret=interpret) for ref in (peak_ref, total_ref))
-        return _add_exponentials(*carry, jnp.where(keep, peaks, -jnp.inf), totals)
+        peak, total = carry
+        return _add_exponentials(peak, total, jnp.where(keep, peaks, -jnp.inf), totals)
 
     nothing = jnp.full(g.shape, -jnp.inf, jnp.float32), jnp.zeros(g.shape, jnp.float32)
     first, last = start // chunk // JOINED, (stop + chunk * JOINED - 1) // (chunk * JOINED)
@@ -241,7 +241,7 @@ def _join_kernel(
 
 
 def _update_kernel(
-    _,  # [num_pages, Hkv, 1], the same memory as scores_ref
+    old_scores_ref,  # [num_pages, Hkv, 1], the same memory as scores_ref
     logits_ref,  # [B, Hkv, G', C * chunk]
     peak_ref,  # [B, Hkv, G']
     total_ref,  # [B, Hkv, G']
@@ -286,7 +286,8 @@ def _update_kernel(
         valid = inside & (page >= 0) & (page < num_pages)
         stored = (head < num_kv_heads)[:, None] & valid[None]
         index = (page[None], head[:, None], 0)
-        old = 0.0  # for decay = 0, whatever is stored: 0 * inf is NaN, and a float16 sum may have overflowed
+        # For decay = 0, whatever is stored: 0 * inf is NaN, and a float16 sum may have overflowed.
+        old: jax.Array | float = 0.0
         if decay:
             old = load(scores_ref, index, stored).astype(jnp.float32)
 

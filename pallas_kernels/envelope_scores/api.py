@@ -1,6 +1,6 @@
 """Page scores from page summaries. Letters: B rows, M logical pages, G query heads of a KV head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -18,7 +18,7 @@ from pallas_kernels.envelope_scores import triton, xla
 GROUPS = ("mean", "max")
 KINDS = (("mean", "max", "min"), ("max", "min"), ("mean",))
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "pallas": partial(triton.envelope_scores, interpret=False),
     "pallas_interpret": partial(triton.envelope_scores, interpret=True),
     "xla": xla.envelope_scores,

@@ -6,6 +6,7 @@ tensor cores from pages gathered by id. Letters: B rows, M logical pages, S summ
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +135,7 @@ def _kernel(
             dtype=summaries_ref.dtype,
             exact=group == "max" and q_ref.dtype == summaries_ref.dtype,
         )
-        factors = {
+        factors: dict[str, Any] = {
             "mean": factor(q) if "mean" in kinds else None,
             "max": factor([jnp.maximum(x, 0.0) for x in q]) if "max" in kinds else None,
             "min": factor([jnp.maximum(-x, 0.0) for x in q]) if "min" in kinds else None,

@@ -1,5 +1,6 @@
 """Attention over chosen pages. Letters: B rows, M logical pages, W chosen pages, P page size."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from pallas_kernels._checks import (
 from pallas_kernels._dispatch import dispatch
 from pallas_kernels.paged_attention import triton, xla
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "pallas": partial(triton.paged_attention, interpret=False),
     "pallas_interpret": partial(triton.paged_attention, interpret=True),
     "xla": xla.paged_attention,

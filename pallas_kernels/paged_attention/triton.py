@@ -67,7 +67,7 @@ class Tiles:
                 loads need not wait.
         """
         tiles = lax.div(num_tokens + (self.tokens - 1), self.tokens)
-        per_split = self.split_tiles
+        per_split: int | jax.Array = self.split_tiles
         if most_tokens > self.max_splits * self.split_tiles * self.tokens:
             longer = lax.div(tiles + (self.max_splits - 1), self.max_splits)
             per_split = jnp.maximum(per_split, longer)
@@ -174,14 +174,14 @@ def _split_kernel(
     interpret: bool,
 ):
     head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    num_pages, _, page_size, head_dim = k_ref.shape
+    num_pages, page_size, head_dim = (k_ref.shape[axis] for axis in (0, 2, 3))
     num_logical, budget = pages_ref.shape[1], selected_ref.shape[2]
     load = functools.partial(_triton.load_rows, interpret=interpret)
     store = functools.partial(_triton.store_rows, interpret=interpret)
 
     seq_len = seq_lens_ref[row]
     num_tokens = jnp.clip(counts_ref[row, head], 0, budget) * page_size
-    split_tokens, _ = tiles.cut(num_tokens, budget * page_size)
+    split_tokens = tiles.cut(num_tokens, budget * page_size)[0]
     first = split * split_tokens
     stop = jnp.minimum(first + split_tokens, num_tokens)
 

@@ -1,5 +1,6 @@
 """The best-scoring pages of a window. Letters: B rows, M logical pages."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ from pallas_kernels._checks import check_dtype, check_row_ints, check_shape
 from pallas_kernels._dispatch import dispatch
 from pallas_kernels.top_k_pages import triton, xla
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "pallas": partial(triton.top_k_pages, interpret=False),
     "pallas_interpret": partial(triton.top_k_pages, interpret=True),
     "xla": xla.top_k_pages,

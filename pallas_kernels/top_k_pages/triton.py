@@ -16,6 +16,8 @@ Letters: B rows, M logical pages, N entries of a level (M at level 0).
 
 import dataclasses
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +129,7 @@ def _choose(
 ):
     """The k best entries of a level, among all or among the members of chosen groups: [B, Hkv, k + reserved]."""
     batch, num_kv_heads, _ = values.shape
+    shape: tuple[int, ...]
     if groups is None:
         shape = (max(16, next_power_of_two(num_entries)),)
     else:
@@ -145,7 +148,7 @@ def _choose(
         ),
         grid=(num_kv_heads, batch),
         out_shape=jax.ShapeDtypeStruct((batch, num_kv_heads, k + reserved), jnp.int32),
-        num_warps=tiles.warps(shape[0] if groups is None else shape[0] * shape[1]),
+        num_warps=tiles.warps(math.prod(shape)),
         interpret=interpret,
         name="top_k_choose" if span == 1 else "top_k_groups",
     )(values, start, stop, *(x for x in (groups, in_use) if x is not None))
@@ -192,8 +195,8 @@ def _choose_kernel(
     shape,
     interpret,
 ):
-    *refs, out_ref = refs
-    groups_ref = refs.pop(0) if grouped else None
+    *inputs, out_ref = refs
+    groups_ref: Any = inputs.pop(0) if grouped else None
     head, row = pl.program_id(0), pl.program_id(1)
     if grouped:
         nth = jnp.arange(shape[0], dtype=jnp.int32)
@@ -219,8 +222,9 @@ def _choose_kernel(
     width = out_ref.shape[2]
     place = jnp.arange(next_power_of_two(width), dtype=jnp.int32)
     before, after, in_use = jnp.int32(0), stop, jnp.int32(0)  # pages before the window, the first one after it
-    if refs:
-        before, after, in_use = jnp.where(start < stop, start, 0), jnp.where(start < stop, stop, 0), refs[0][row]
+    if inputs:
+        before, after = (jnp.where(start < stop, x, 0) for x in (start, stop))
+        in_use = inputs[0][row]
     ahead = place - before - jnp.minimum(present, k)
     page = jnp.where(place < before, place, jnp.where(after + ahead < in_use, after + ahead, filler))
     outside = (place < before) | (ahead >= 0)

@@ -1,6 +1,6 @@
 """Writing new tokens into a paged pool. Letters: B rows, T new tokens, M logical pages, P page size."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -19,7 +19,8 @@ from pallas_kernels.write_pages import triton, xla
 
 SUMMARY_KINDS = ("mean", "max", "min")
 
-_IMPLEMENTATIONS = {
+_Written = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+_IMPLEMENTATIONS: dict[str, Callable[..., _Written]] = {
     "pallas": partial(triton.write_pages, interpret=False),
     "pallas_interpret": partial(triton.write_pages, interpret=True),
     "xla": xla.write_pages,

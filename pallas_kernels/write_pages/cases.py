@@ -56,8 +56,7 @@ class Case:
             shape = (num_pages, self.num_kv_heads, len(self.summary_kinds), self.head_dim)
             shapes["summaries"] = jax.ShapeDtypeStruct(shape, dtype)
         if self.score_dtype:
-            shape = (num_pages, self.num_kv_heads, self.page_size)
-            shapes["scores"] = jax.ShapeDtypeStruct(shape, jnp.dtype(self.score_dtype))
+            shapes["scores"] = jax.ShapeDtypeStruct(sizes[:3], jnp.dtype(self.score_dtype))
         return shapes
 
 

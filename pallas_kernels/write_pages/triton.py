@@ -83,7 +83,7 @@ def _kernel(
     summaries_ref = outputs[2] if summary_kinds else None  # [num_pages, Hkv, S, D]
     scores_ref = outputs[-1] if reset else None  # [num_pages, Hkv, P]
     head, row, nth = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    num_pages, _, page_size, head_dim = k_ref.shape
+    num_pages, page_size, head_dim = (k_ref.shape[axis] for axis in (0, 2, 3))
     load = functools.partial(_triton.load_rows, interpret=interpret)
     store = functools.partial(_triton.store_rows, interpret=interpret)
 

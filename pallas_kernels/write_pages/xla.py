@@ -1,11 +1,13 @@
 """The definition of `write_pages` in plain `jax.numpy`."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._paging import physical_pages
 
-_REDUCE = {"mean": jnp.mean, "max": jnp.max, "min": jnp.min}
+_REDUCE: dict[str, Callable[..., jax.Array]] = {"mean": jnp.mean, "max": jnp.max, "min": jnp.min}
 
 
 def write_pages(k_pool, v_pool, k, v, pages, seq_lens, num_tokens, summaries, scores, *, summary_kinds):
