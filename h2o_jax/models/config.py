@@ -15,9 +15,8 @@ _CONTEXTS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 def unsupported_architecture(name) -> ValueError:
     """The error for an architecture this package has no model for."""
-    return ValueError(
-        f"architecture: {reprlib.repr(name)} is not supported; expected one of {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
+    expected = ", ".join(SUPPORTED_ARCHITECTURES)
+    return ValueError(f"architecture: {reprlib.repr(name)} is not supported; expected one of {expected}")
 
 
 def refuse_window(key: str, window: int | None, context: int) -> None:

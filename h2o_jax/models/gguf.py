@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: config and tensors, under the names and in the layout of Hugging Face."""
+"""The model in a GGUF file: config and tensors, under the names and in the layout of Hugging Face."""
 
 import re
 import reprlib

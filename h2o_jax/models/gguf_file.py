@@ -1,7 +1,7 @@
 """The GGUF container: metadata and tensors, as the file has them.
 
-The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read here rather than by the `gguf`
-package's reader, which takes 500 bytes and 20 microseconds for each number or text in it.
+The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read here rather than by the
+`gguf` package's reader, which takes 500 bytes and 20 microseconds for each number or text in it.
 """
 
 import dataclasses
@@ -49,12 +49,13 @@ def open_gguf(path: Path) -> GGUFFile:
     """
     library = require("gguf")
     require_file(path)
+    size = path.stat().st_size
     with path.open("rb") as file:
-        header = _Header(file.read(_MOST_HEADER))
+        header = _Header(file.read(min(size, _MOST_HEADER)))
     with errors_name(path):
         try:
             metadata, infos, start = _read_header(header, library)
-            _check_places(infos, start, path.stat().st_size)
+            _check_places(infos, start, size)
         except ValueError as error:
             raise ValueError(f"truncated or corrupt GGUF file: {error}") from error
     content = np.memmap(path, np.uint8, mode="r")
@@ -179,6 +180,8 @@ def _check_places(infos, start, size):
 def _dequantised(library, info, data):
     try:
         rows = data.reshape(*info.shape[:-1], -1) if info.shape else data
-        return library.quants.dequantize(rows, info.kind).reshape(info.shape)
+        # Damaged blocks may have scales that are not finite.
+        with np.errstate(all="ignore"):
+            return library.quants.dequantize(rows, info.kind).reshape(info.shape)
     except NotImplementedError as error:
         raise ValueError(f"tensor {info.name} has the unsupported type {info.kind.name}") from error

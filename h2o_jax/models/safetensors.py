@@ -37,7 +37,7 @@ def _read_shards(directory):
     shards, tensors = {}, {}
     for name, shard in placement.items():
         # A path with directories could lead out of this one.
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise ValueError(
                 f"{index}: expected the name of a file beside it for {name}; got {reprlib.repr(shard)}"
             )
@@ -58,8 +58,8 @@ def _read_file(path):
         header = int.from_bytes(file.read(8), "little")
     if header > _MOST_HEADER:
         raise ValueError(
-            f"{path}: truncated or corrupt safetensors file: expected a header of at most {_MOST_HEADER} bytes; "
-            f"got {header}"
+            f"{path}: truncated or corrupt safetensors file: expected a header of at most {_MOST_HEADER} "
+            f"bytes; got {header}"
         )
     try:
         file = library.safe_open(path, framework="numpy")

@@ -87,7 +87,8 @@ def load_weights(config: LlamaConfig, tensors: Mapping[str, Tensor], dtype) -> L
         transposed = path[-1] == "kernel"
         expected = parameters[path].get_value().shape
         array = _read(name, tensors[name], expected[::-1] if transposed else expected)
-        value = jnp.array(array.T if transposed else array, dtype=dtype)
+        with np.errstate(over="ignore"):  # what is too large for the dtype is infinite
+            value = jnp.array(array.T if transposed else array, dtype=dtype)
         filled.append((path, parameters[path].replace(value)))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
