@@ -54,6 +54,8 @@ def edit(path, **changes):
         ({"quantization_config": 4}, "quantization_config: expected an object; got 4"),
         ({"model_type": ["llama"]}, r"architecture: \['llama'\] is not supported"),
         ({"vocab_size": 100}, r"vocab_size: expected more than the tokenizer's last id, \d+; got 100"),
+        ({"eos_token_id": 999}, r"vocab_size: expected more than the tokenizer's last id, 999; got \d+"),
+        ({"eos_token_id": -1}, "eos_token_id: expected an id >= 0; got -1"),
         ({"eos_token_id": [2, "x"]}, "eos_token_id: expected a whole number; got 'x'"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

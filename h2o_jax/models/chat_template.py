@@ -6,7 +6,6 @@ a template is rendered in a process of its own, which may use little of either: 
 
 import datetime
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -64,6 +63,8 @@ def _to_json(value, indent=None):
 
 
 def _main():
+    import resource
+
     task = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))

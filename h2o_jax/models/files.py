@@ -21,16 +21,19 @@ _KINDS = {
 }
 
 
+class FileError(ValueError):
+    """Its message begins with the path of the file that it is about."""
+
+
 @contextlib.contextmanager
 def errors_name(path: Path):
-    """Puts the path before the message of a ValueError that does not have it yet. Values nested too deep for
-    Python are a ValueError too."""
+    """Makes a FileError of any other ValueError, and of values nested too deep for Python."""
     try:
         yield
+    except FileError:
+        raise
     except (ValueError, RecursionError) as error:
-        if str(path) in str(error):
-            raise
-        raise ValueError(f"{path}: {error}") from error
+        raise FileError(f"{path}: {error}") from error
 
 
 def require_file(path: Path, what: str = "this file") -> None:
@@ -43,7 +46,7 @@ def require_file(path: Path, what: str = "this file") -> None:
     if not path.exists():
         raise FileNotFoundError(f"{path}: expected {what}; it is missing")
     if not path.is_file():
-        raise ValueError(f"{path}: expected a file; it is a directory, a pipe or a device")
+        raise FileError(f"{path}: expected a file; it is a directory, a pipe or a device")
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
@@ -61,7 +64,7 @@ def read_text(path: Path, most: int = MOST_TEXT) -> str:
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise ValueError(f"{path}: expected at most {most} bytes of text; got more")
+        raise FileError(f"{path}: expected at most {most} bytes of text; got more")
     with errors_name(path):
         return content.decode("utf-8")
 
@@ -76,9 +79,9 @@ def read_json(path: Path, most: int = MOST_TEXT) -> dict:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON; {error}") from error
+        raise FileError(f"{path}: expected JSON; {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object; got {type(values).__name__}")
+        raise FileError(f"{path}: expected a JSON object; got {type(values).__name__}")
     return values
 
 

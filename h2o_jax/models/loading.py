@@ -53,7 +53,7 @@ def load(path: str | os.PathLike | None = None, *, dtype=None) -> tuple[Llama, T
             config = gguf_config(file)
             tokenizer = Tokenizer.from_gguf(file.metadata)
             tensors = gguf_tensors(file, config)
-        last = tokenizer.last_id
+        last = max([tokenizer.last_id, *tokenizer.eos_ids])
         if last >= config.vocab_size:
             raise ValueError(
                 f"vocab_size: expected more than the tokenizer's last id, {last}; got {config.vocab_size}"

@@ -4,7 +4,7 @@ import reprlib
 from pathlib import Path
 
 from h2o_jax.models._optional import require
-from h2o_jax.models.files import errors_name, read_json, require_file, typed
+from h2o_jax.models.files import FileError, errors_name, read_json, require_file, typed
 from h2o_jax.models.weights import Tensor
 
 _SINGLE = "model.safetensors"
@@ -38,7 +38,7 @@ def _read_shards(directory):
     for name, shard in placement.items():
         # A path with directories could lead out of this one.
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise ValueError(
+            raise FileError(
                 f"{index}: expected the name of a file beside it for {name}; got {reprlib.repr(shard)}"
             )
         path = directory / shard
@@ -46,7 +46,7 @@ def _read_shards(directory):
             require_file(path, f"this shard, where {_INDEX} places tensor {name}")
             shards[path] = _read_file(path)
         if name not in shards[path]:
-            raise ValueError(f"{path}: expected tensor {name}, placed there by {_INDEX}; it is missing")
+            raise FileError(f"{path}: expected tensor {name}, placed there by {_INDEX}; it is missing")
         tensors[name] = shards[path][name]
     return tensors
 
@@ -57,7 +57,7 @@ def _read_file(path):
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     if header > _MOST_HEADER:
-        raise ValueError(
+        raise FileError(
             f"{path}: truncated or corrupt safetensors file: expected a header of at most {_MOST_HEADER} "
             f"bytes; got {header}"
         )
@@ -65,14 +65,14 @@ def _read_file(path):
         file = library.safe_open(path, framework="numpy")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except library.SafetensorError as error:
-        raise ValueError(f"{path}: truncated or corrupt safetensors file: {error}") from error
+        raise FileError(f"{path}: truncated or corrupt safetensors file: {error}") from error
 
     def reader(name):
         def read():
             try:
                 return file.get_tensor(name)
             except (library.SafetensorError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
+                raise FileError(f"{path}: tensor {name} cannot be read: {error}") from error
 
         return read
 

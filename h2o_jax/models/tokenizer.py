@@ -337,7 +337,10 @@ def _chat_template(config):
 def _ids(value):
     """End tokens: one, several or none."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    return [required({"eos_token_id": index}, "eos_token_id", int) for index in ids]
+    for index in ids:
+        if required({"eos_token_id": index}, "eos_token_id", int) < 0:
+            raise ValueError(f"eos_token_id: expected an id >= 0; got {index}")
+    return ids
 
 
 def _texts(metadata, key):
