@@ -1,7 +1,7 @@
 """Chat templates: Jinja source that comes with the weights, and so is other people's code.
 
-Jinja's sandbox keeps a template from Python's objects, and not from looping for ever or filling the memory. So
-a template is rendered in a process of its own, which may use little of either: this file, run as a script.
+Jinja's sandbox keeps a template from Python's objects, and not from looping for ever or filling the memory.
+So a template is rendered in a process of its own, with little time and memory: this file, run as a script.
 """
 
 import datetime
