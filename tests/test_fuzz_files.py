@@ -224,8 +224,8 @@ PATTERNS = st.one_of(
 TYPES = (
     "Sequence BertNormalizer Strip StripAccents NFC NFD NFKC NFKD Lowercase Nmt Precompiled Replace Prepend "
     "ByteLevel BertPreTokenizer CharDelimiterSplit Metaspace Whitespace WhitespaceSplit Split Punctuation "
-    "Digits UnicodeScripts FixedLength RobertaProcessing BertProcessing TemplateProcessing BPEDecoder WordPiece CTC "
-    "Fuse ByteFallback"
+    "Digits UnicodeScripts FixedLength RobertaProcessing BertProcessing TemplateProcessing BPEDecoder "
+    "WordPiece CTC Fuse ByteFallback"
 ).split()
 PIECES = st.lists(
     st.sampled_from([{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "z", "type_id": 0}}])
@@ -304,7 +304,7 @@ def models(draw):
     }
 
 
-@fuzz(st.data(), share=2)
+@fuzz(st.data())
 def test_tokenizer_json(model, data):
     values = json.loads(model[1]["tokenizer.json"])
     what = data.draw(st.sampled_from(["any", "part", "part", "part", "model"]))
@@ -465,7 +465,6 @@ FRAGMENTS = """\
 {{ 'a'.__class__.__mro__ }}
 {{ cycler.__init__.__globals__ }}
 {{ self._TemplateReference__context }}
-{{ 9 ** (9 ** 9) }}
 {{ range(10**9)|list }}
 {{ lipsum(n=10**8) }}
 {{ '%99999999999d' % 1 }}
@@ -488,7 +487,7 @@ FRAGMENTS = """\
 
 
 @fuzz(
-    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), min_size=1, max_size=5).map("".join), share=0.1
+    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), min_size=1, max_size=5).map("".join), share=0.05
 )
 def test_chat_template(model, source):
     values = json.loads(model[1]["tokenizer_config.json"]) | {"chat_template": source}

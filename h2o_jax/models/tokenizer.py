@@ -1,9 +1,6 @@
 """Text to token ids and back, from a Hugging Face directory or a GGUF file's own vocabulary."""
 
-import contextlib
 import dataclasses
-import json
-import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +12,7 @@ from h2o_jax.models import chat_template
 from h2o_jax.models._optional import require
 from h2o_jax.models.config import required
 from h2o_jax.models.files import errors_name, read_json, read_text, typed
+from h2o_jax.models.tokenizer_json import backend_errors, read_backend
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -35,9 +33,6 @@ _PRE_TOKENIZERS = {
 _CONTROL, _USER_DEFINED = 3, 4
 # GGUF names one end token, and chat models end their turns with another. llama.cpp stops at these too.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
-# In bytes of a tokenizer.json: 32 MB hold 300 thousand tokens and their merges.
-_MOST_TOKENIZER = 32 << 20
-_MOST_DOUBLINGS = 8
 _REPLACEMENT = "\ufffd"
 
 
@@ -74,8 +69,7 @@ class Tokenizer:
                 that could make a text too long; the message names the file.
         """
         path = directory / "tokenizer.json"
-        with errors_name(path):
-            backend = _parsed(read_json(path, _MOST_TOKENIZER))
+        backend = read_backend(path)
         # A checkpoint may record the truncation of its training run.
         backend.no_truncation()
         backend.no_padding()
@@ -184,7 +178,7 @@ class Tokenizer:
             ValueError: the model's tokenizer fails on this text.
         """
         by_backend = add_special_tokens and self.add_bos is None
-        with _backend_errors("text: the model's tokenizer cannot encode it"):
+        with backend_errors("text: the model's tokenizer cannot encode it"):
             ids = self.backend.encode(text, add_special_tokens=by_backend).ids
         if add_special_tokens and self.add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
@@ -201,16 +195,17 @@ class Tokenizer:
             ValueError: the model's tokenizer fails on these ids.
         """
         ids = [int(index) for index in ids]
-        with _backend_errors("ids: the model's tokenizer cannot decode them"):
+        with backend_errors("ids: the model's tokenizer cannot decode them"):
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables
     ) -> str:
-        """The text of a conversation, as the model was trained to see it.
+        """The text of a conversation, as the model was trained to see it. The template runs in a process of
+        its own, which takes about a tenth of a second.
 
         Args:
-            messages: dictionaries with "role" and "content".
+            messages: dictionaries with "role" and "content"; JSON values.
             add_generation_prompt: whether to open the assistant's next turn.
             **variables: more variables for the template, such as `tools`.
 
@@ -265,56 +260,6 @@ class StreamDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-@contextlib.contextmanager
-def _backend_errors(what):
-    """Makes a ValueError of what the library raises: plain Exception, and the panics of its Rust code, whose
-    class can't be imported and is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{what}: {error}") from error
-
-
-def _parsed(values):
-    """The backend of a tokenizer.json."""
-    library = require("tokenizers")
-    parts = [values.get(key) for key in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
-    if sum(map(_doublings, parts)) > _MOST_DOUBLINGS:
-        raise ValueError(
-            f"expected parts that make a text at most {2**_MOST_DOUBLINGS} times longer; got more"
-        )
-    with _backend_errors("expected a tokenizer of the `tokenizers` library"):
-        return library.Tokenizer.from_str(json.dumps(values))
-
-
-def _doublings(part):
-    """How often a part of a tokenizer.json doubles the length of a text, at most. A thousand bytes of parts
-    in a row could fill any memory, and where the library gets none, it ends the process."""
-    if part is None:
-        return 0
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise ValueError(f"expected an object with a type for each part; got {reprlib.repr(part)}")
-    kind, times = part["type"], 1
-    if kind == "Sequence":
-        return sum(_doublings(inner) for value in part.values() if isinstance(value, list) for inner in value)
-    if kind == "Precompiled":
-        # Its bytes say how much memory the library is to take.
-        raise ValueError("normalizer: type Precompiled is not supported")
-    if kind == "Replace":
-        content, pattern = typed(part, "content", str, ""), typed(part, "pattern", dict, {})
-        replaced = typed(pattern, "String", str, "")
-        times = len(content) / len(replaced) if replaced else 1 + len(content)
-    elif kind == "Prepend":
-        times = 1 + len(typed(part, "prepend", str, ""))
-    elif kind == "ByteLevel":
-        times = 2
-    elif kind == "TemplateProcessing":
-        times = len(typed(part, "single", list, []))
-    return math.log2(max(times, 1))
-
-
 def _special_tokens(config):
     """Text by name."""
     special = {}
@@ -365,7 +310,7 @@ def _byte_level_bpe(tokens, merges, types, pre):
     if wrong:
         raise ValueError(f"tokenizer.ggml.merges: expected two parts in each; got {wrong[0]!r}")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    with _backend_errors("tokenizer.ggml.merges: expected merges of the file's tokens"):
+    with backend_errors("tokenizer.ggml.merges: expected merges of the file's tokens"):
         # Llama 3 takes a piece that is a token as it stands, without merging its way there.
         model = library.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe")
     backend = library.Tokenizer(model)

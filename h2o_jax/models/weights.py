@@ -69,8 +69,8 @@ def load_weights(config: LlamaConfig, tensors: Mapping[str, Tensor], dtype) -> L
         The model, on the default device.
 
     Raises:
-        ValueError: a tensor that is missing, unexpected, of the wrong shape or not floating point; the
-            message names it and says what was expected.
+        ValueError: more layers than the tensors can be for, or a tensor that is missing, unexpected, of the
+            wrong shape or not floating point; the message names it and says what was expected.
     """
     if config.num_layers > len(tensors):
         raise ValueError(f"num_layers: {config.num_layers} need more than the file's {len(tensors)} tensors")
