@@ -45,21 +45,30 @@ def fuzz(*strategies, share=1.0):
     return decorate
 
 
+class Files:
+    """A directory `hf` and a file `m.gguf` of one model under `root`, and what they hold."""
+
+    def __init__(self, root, contents):
+        self.root, self.contents = root, contents
+
+    def __repr__(self):  # a failure prints it
+        return f"Files({self.root})"
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A directory `hf` and a file `m.gguf` of one model, and what they hold."""
     os.environ["RUST_BACKTRACE"] = "0"  # a trace takes longer than the rest of an example
     root = tmp_path_factory.mktemp("model")
     weights = tiny_llama.tensors(VALUES)
     tiny_llama.write_directory(root / "hf", VALUES, weights, shards=2)
     tiny_llama.write_gguf(root / "m.gguf", VALUES, weights)
     contents = {path.name: path.read_bytes() for path in [*(root / "hf").iterdir(), root / "m.gguf"]}
-    return root, contents
+    return Files(root, contents)
 
 
 def check(model, changes):
     """Loads the model with these contents of files in place of its own, and uses the tokenizer."""
-    root, contents = model
+    root, contents = model.root, model.contents
     path = root / "m.gguf" if "m.gguf" in changes else root / "hf"
     start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -202,7 +211,7 @@ def draw_architecture(data):
 
 @fuzz(st.data())
 def test_tokenizer_config(model, data):
-    values = json.loads(model[1]["tokenizer_config.json"])
+    values = json.loads(model.contents["tokenizer_config.json"])
     values |= {"add_eos_token": False, "unk_token": None, "pad_token": {"content": "a"}}
     if data.draw(st.booleans()):
         values["chat_template"] = [{"name": "default", "template": tiny_llama.TEMPLATE}]
@@ -211,7 +220,7 @@ def test_tokenizer_config(model, data):
 
 @fuzz(st.data())
 def test_index(model, data):
-    values = json.loads(model[1]["model.safetensors.index.json"])
+    values = json.loads(model.contents["model.safetensors.index.json"])
     check(model, {"model.safetensors.index.json": data.draw(changed_json(values))})
 
 
@@ -221,12 +230,14 @@ PATTERNS = st.one_of(
     ),
     st.text("ab|()[]{}*+?.^$\\1,", max_size=8),
 ).flatmap(lambda text: st.sampled_from([{"Regex": text}, {"String": text}]))
-TYPES = (
-    "Sequence BertNormalizer Strip StripAccents NFC NFD NFKC NFKD Lowercase Nmt Precompiled Replace Prepend "
-    "ByteLevel BertPreTokenizer CharDelimiterSplit Metaspace Whitespace WhitespaceSplit Split Punctuation "
-    "Digits UnicodeScripts FixedLength RobertaProcessing BertProcessing TemplateProcessing BPEDecoder "
-    "WordPiece CTC Fuse ByteFallback"
-).split()
+TYPES = {
+    "normalizer": "Sequence BertNormalizer Strip StripAccents NFC NFKD Lowercase Nmt Precompiled Replace "
+    "Prepend ByteLevel",
+    "pre_tokenizer": "Sequence ByteLevel BertPreTokenizer CharDelimiterSplit Metaspace Whitespace Split "
+    "Digits Punctuation UnicodeScripts FixedLength",
+    "post_processor": "Sequence ByteLevel RobertaProcessing BertProcessing TemplateProcessing",
+    "decoder": "Sequence ByteLevel BPEDecoder WordPiece CTC Fuse ByteFallback Metaspace Strip Replace",
+}
 PIECES = st.lists(
     st.sampled_from([{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "z", "type_id": 0}}])
 )
@@ -268,11 +279,12 @@ FIELDS = {
 
 
 @st.composite
-def parts(draw, depth=0):
-    """A part of a tokenizer.json of any type, with all the fields of all types."""
-    part = {name: draw(field) for name, field in FIELDS.items()} | {"type": draw(st.sampled_from(TYPES))}
+def parts(draw, place, depth=0):
+    """A part of a tokenizer.json for that place, with all the fields of all types."""
+    part = {name: draw(field) for name, field in FIELDS.items()}
+    part["type"] = draw(st.sampled_from(TYPES[place].split()))
     if part["type"] == "Sequence":
-        inner = draw(st.lists(parts(depth + 1), max_size=3)) if depth < 2 else []
+        inner = draw(st.lists(parts(place, depth + 1), max_size=3)) if depth < 2 else []
         inner *= draw(st.sampled_from([1, 1, 30]))
         part |= dict.fromkeys(["normalizers", "pretokenizers", "processors", "decoders"], inner)
     if draw(st.integers(0, 19)) == 0:
@@ -306,13 +318,13 @@ def models(draw):
 
 @fuzz(st.data())
 def test_tokenizer_json(model, data):
-    values = json.loads(model[1]["tokenizer.json"])
+    values = json.loads(model.contents["tokenizer.json"])
     what = data.draw(st.sampled_from(["any", "part", "part", "part", "model"]))
     if what == "model":
         values["model"] = data.draw(models())
     for _ in range(2 if what == "part" else 0):
-        name = data.draw(st.sampled_from(["normalizer", "pre_tokenizer", "post_processor", "decoder"]))
-        values[name] = data.draw(parts())
+        name = data.draw(st.sampled_from(list(TYPES)))
+        values[name] = data.draw(parts(name))
     check(
         model,
         {"tokenizer.json": data.draw(changed_json(values)) if what == "any" else json.dumps(values).encode()},
@@ -324,7 +336,7 @@ SHARD = "model-00001-of-00002.safetensors"
 
 @fuzz(st.data())
 def test_safetensors(model, data):
-    content = model[1][SHARD]
+    content = model.contents[SHARD]
     if data.draw(st.booleans()):
         content = data.draw(damaged(content))
     else:
@@ -451,7 +463,7 @@ def changed_gguf(draw, content):
 
 @fuzz(st.data(), share=2)
 def test_gguf(model, data):
-    content = model[1]["m.gguf"]
+    content = model.contents["m.gguf"]
     change = damaged if data.draw(st.integers(0, 3)) == 0 else changed_gguf
     check(model, {"m.gguf": data.draw(change(content))})
 
@@ -487,8 +499,9 @@ FRAGMENTS = """\
 
 
 @fuzz(
-    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), min_size=1, max_size=5).map("".join), share=0.05
+    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), min_size=1, max_size=5).map("".join),
+    share=0.05,
 )
 def test_chat_template(model, source):
-    values = json.loads(model[1]["tokenizer_config.json"]) | {"chat_template": source}
+    values = json.loads(model.contents["tokenizer_config.json"]) | {"chat_template": source}
     check(model, {"tokenizer_config.json": json.dumps(values).encode()})
