@@ -9,8 +9,10 @@ import pytest
 from flax import nnx
 
 from h2o_jax.models import LlamaConfig, load_weights
-from h2o_jax.models.gguf import gguf_config, gguf_tensors, open_gguf
-from h2o_jax.models.safetensors import read_directory, read_json
+from h2o_jax.models.files import read_json
+from h2o_jax.models.gguf import gguf_config, gguf_tensors
+from h2o_jax.models.gguf_file import open_gguf
+from h2o_jax.models.safetensors import read_directory
 from h2o_jax.models.weights import Tensor
 from tests import tiny_llama
 

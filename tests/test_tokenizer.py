@@ -8,7 +8,7 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers")
 
 from h2o_jax.models import StreamDecoder, Tokenizer, default_model_path  # noqa: E402
-from h2o_jax.models.gguf import open_gguf  # noqa: E402
+from h2o_jax.models.gguf_file import open_gguf  # noqa: E402
 from tests import tiny_llama  # noqa: E402
 
 TEXTS = {

@@ -1,9 +1,11 @@
 """The shape of a Llama-family model, from a Hugging Face config.json."""
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from h2o_jax.models.files import typed
 from h2o_jax.rope import RopeScaling, RotaryEmbedding
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -11,11 +13,10 @@ SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _CONTEXTS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
-def unsupported_architecture(name: Any) -> ValueError:
+def unsupported_architecture(name) -> ValueError:
     """The error for an architecture this package has no model for."""
-    return ValueError(
-        f"architecture: {name!r} is not supported; expected one of {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
+    expected = ", ".join(SUPPORTED_ARCHITECTURES)
+    return ValueError(f"architecture: {reprlib.repr(name)} is not supported; expected one of {expected}")
 
 
 def refuse_window(key: str, window: int | None, context: int) -> None:
@@ -76,7 +77,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.architecture not in SUPPORTED_ARCHITECTURES:
             raise unsupported_architecture(self.architecture)
         for name in (
@@ -90,8 +91,8 @@ class LlamaConfig:
             "max_position_embeddings",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a positive integer; got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+                raise ValueError(f"{name}: expected a positive integer below 2**31; got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}; got {self.num_kv_heads}"
@@ -118,77 +119,86 @@ class LlamaConfig:
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise unsupported_architecture(architecture)
         _refuse_other_computation(values)
-        max_position_embeddings = values.get("max_position_embeddings", _CONTEXTS[architecture])
+        max_position_embeddings = typed(values, "max_position_embeddings", int, _CONTEXTS[architecture])
         refuse_window("sliding_window", _sliding_window(architecture, values), max_position_embeddings)
 
-        hidden_size = _required(values, "hidden_size")
-        num_heads = _required(values, "num_attention_heads")
-        head_dim = values.get("head_dim")
+        hidden_size = required(values, "hidden_size", int)
+        num_heads = required(values, "num_attention_heads", int)
+        head_dim = typed(values, "head_dim", int)
         if head_dim is None:
-            head_dim = 128 if architecture == "qwen3" else hidden_size // num_heads
+            head_dim = 128 if architecture == "qwen3" else hidden_size // max(num_heads, 1)
         if architecture == "llama":
-            num_kv_heads = values.get("num_key_value_heads") or num_heads
+            num_kv_heads = typed(values, "num_key_value_heads", int) or num_heads
         else:
-            num_kv_heads = _required(values, "num_key_value_heads")
+            num_kv_heads = required(values, "num_key_value_heads", int)
         rope = _rope_settings(values)
-        bias = architecture in ("llama", "qwen3") and bool(values.get("attention_bias", False))
+        bias = architecture in ("llama", "qwen3") and typed(values, "attention_bias", bool, False)
         return cls(
             architecture=architecture,
-            vocab_size=_required(values, "vocab_size"),
+            vocab_size=required(values, "vocab_size", int),
             hidden_size=hidden_size,
-            intermediate_size=_required(values, "intermediate_size"),
-            num_layers=_required(values, "num_hidden_layers"),
+            intermediate_size=required(values, "intermediate_size", int),
+            num_layers=required(values, "num_hidden_layers", int),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position_embeddings=max_position_embeddings,
-            norm_epsilon=values.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            norm_epsilon=typed(values, "rms_norm_eps", float, 1e-6),
+            rope_theta=typed(rope, "rope_theta", float, 10000.0),
             rope_scaling=_rope_scaling(rope, max_position_embeddings),
-            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            tie_embeddings=typed(values, "tie_word_embeddings", bool, False),
             qkv_bias=architecture == "qwen2" or bias,
             out_bias=bias,
-            mlp_bias=architecture == "llama" and bool(values.get("mlp_bias", False)),
+            mlp_bias=architecture == "llama" and typed(values, "mlp_bias", bool, False),
             qk_norm=architecture == "qwen3",
         )
 
 
-def _required(values: Mapping[str, Any], key: str) -> Any:
-    if values.get(key) is None:
+def required(values: Mapping[str, Any], key: str, kind: type):
+    """`values[key]`, of that kind (see `files.typed`).
+
+    Raises:
+        ValueError: a value of another kind, or none.
+    """
+    value = typed(values, key, kind)
+    if value is None:
         raise ValueError(f"{key}: expected in the model's config; it is missing")
-    return values[key]
+    return value
 
 
-def _refuse_other_computation(values: Mapping[str, Any]) -> None:
+def _refuse_other_computation(values):
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act: expected 'silu'; got {activation!r}")
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method")
-        raise ValueError(f"quantization_config: expected unquantised tensors; got quant_method {method!r}")
+        raise ValueError(f"hidden_act: expected 'silu'; got {reprlib.repr(activation)}")
+    quantisation = typed(values, "quantization_config", dict)
+    if quantisation:
+        method = reprlib.repr(quantisation.get("quant_method"))
+        raise ValueError(f"quantization_config: expected unquantised tensors; got quant_method {method}")
 
 
-def _sliding_window(architecture: str, values: Mapping[str, Any]) -> int | None:
+def _sliding_window(architecture, values):
     """The window of the layers that slide, by the rules of transformers, or None."""
-    window = values.get("sliding_window", 4096)
-    layer_types = values.get("layer_types")
+    window = typed({"sliding_window": 4096} | values, "sliding_window", int)
+    layer_types = typed(values, "layer_types", list)
     if architecture == "mistral":
         return window
     if layer_types is None:
-        layers, dense = _required(values, "num_hidden_layers"), values.get("max_window_layers", 28)
-        return window if values.get("use_sliding_window") and dense < layers else None
-    others = sorted(set(layer_types) - {"full_attention"})
+        layers = required(values, "num_hidden_layers", int)
+        dense = typed(values, "max_window_layers", int, 28)
+        return window if typed(values, "use_sliding_window", bool) and dense < layers else None
+    others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if others and (others != ["sliding_attention"] or window is None):
         raise ValueError(f"layer_types: expected full_attention in every layer; got {', '.join(others)}")
     return window if others else None
 
 
-def _rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_settings(values):
     """The rotary settings, in either spelling; a setting that is None is left out."""
-    old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    old, new = (typed(values, key, dict, {}) for key in ("rope_scaling", "rope_parameters"))
     if old and new and old != new:
         raise ValueError(
-            f"rope_parameters, rope_scaling: expected one of them, or the same in both; got {new}, {old}"
+            "rope_parameters, rope_scaling: expected one of them, or the same in both; got "
+            f"{reprlib.repr(new)}, {reprlib.repr(old)}"
         )
     beside = {key: values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     settings = {
@@ -199,24 +209,26 @@ def _rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"rope_parameters: expected the same for all layers; got them apart for {', '.join(nested)}"
         )
-    rotary = settings.get("partial_rotary_factor", 1)
+    rotary = typed(settings, "partial_rotary_factor", float, 1.0)
     if rotary != 1:
         raise ValueError(f"partial_rotary_factor: expected 1.0; got {rotary!r}")
     return settings
 
 
-def _rope_scaling(rope: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
+def _rope_scaling(rope, max_position_embeddings):
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling("linear", float(_required(rope, "factor")))
+        return RopeScaling("linear", required(rope, "factor", float))
     if kind == "llama3":
         return RopeScaling(
             "llama3",
-            float(_required(rope, "factor")),
-            float(_required(rope, "low_freq_factor")),
-            float(_required(rope, "high_freq_factor")),
-            int(rope.get("original_max_position_embeddings", max_position_embeddings)),
+            required(rope, "factor", float),
+            required(rope, "low_freq_factor", float),
+            required(rope, "high_freq_factor", float),
+            typed(rope, "original_max_position_embeddings", int, max_position_embeddings),
         )
-    raise ValueError(f"rope_scaling: rope type {kind!r} is not supported; expected default, linear or llama3")
+    raise ValueError(
+        f"rope_scaling: rope type {reprlib.repr(kind)} is not supported; expected default, linear or llama3"
+    )

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from h2o_jax.models.config import LlamaConfig
-from h2o_jax.models.gguf import gguf_config, gguf_tensors, open_gguf
+from h2o_jax.models.files import errors_name, read_json
+from h2o_jax.models.gguf import gguf_config, gguf_tensors
+from h2o_jax.models.gguf_file import open_gguf
 from h2o_jax.models.llama import Llama
-from h2o_jax.models.safetensors import read_directory, read_json
+from h2o_jax.models.safetensors import read_directory
 from h2o_jax.models.tokenizer import Tokenizer
 from h2o_jax.models.weights import load_weights
 
@@ -30,24 +32,34 @@ def load(path: str | os.PathLike | None = None, *, dtype: DTypeLike | None = Non
         (model, tokenizer), the model's parameters on the default device.
 
     Raises:
-        FileNotFoundError: a file is missing, or the default model is not installed.
-        ValueError: a file is damaged, or holds what this package does not compute; the message names it.
+        OSError: a file is missing or the system refuses it, or the default model is not installed.
+        ValueError: a file is damaged, or holds what this package does not compute; the message names the
+            file, or the directory where two files disagree.
         ImportError: a library of the `models` extra is missing.
     """
     path = default_model_path() if path is None else Path(path)
     dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
-    if path.is_dir():
-        config = LlamaConfig.from_hf(read_json(path / "config.json"))
-        tokenizer = Tokenizer.from_directory(path)
-        return load_weights(config, read_directory(path), dtype), tokenizer
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
-    if path.suffix != ".gguf":
+    if not path.is_dir() and path.suffix != ".gguf":
         raise ValueError(f"path: expected a Hugging Face directory or a .gguf file; got {path}")
-    file = open_gguf(path)
-    config = gguf_config(file)
-    tokenizer = Tokenizer.from_gguf(file.metadata)
-    return load_weights(config, gguf_tensors(file, config), dtype), tokenizer
+    with errors_name(path):
+        if path.is_dir():
+            with errors_name(path / "config.json"):
+                config = LlamaConfig.from_hf(read_json(path / "config.json"))
+            tokenizer = Tokenizer.from_directory(path)
+            tensors = read_directory(path)
+        else:
+            file = open_gguf(path)
+            config = gguf_config(file)
+            tokenizer = Tokenizer.from_gguf(file.metadata)
+            tensors = gguf_tensors(file, config)
+        last = max([tokenizer.last_id, *tokenizer.eos_ids])
+        if last >= config.vocab_size:
+            raise ValueError(
+                f"vocab_size: expected more than the tokenizer's last id, {last}; got {config.vocab_size}"
+            )
+        return load_weights(config, tensors, dtype), tokenizer
 
 
 def default_dtype() -> jnp.dtype:

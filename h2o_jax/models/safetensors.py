@@ -1,32 +1,16 @@
 """Tensors of a Hugging Face directory: model.safetensors, or shards listed in an index."""
 
-import json
-from collections.abc import Callable
+import reprlib
 from pathlib import Path
 
-import numpy as np
-
 from h2o_jax.models._optional import require
+from h2o_jax.models.files import FileError, errors_name, read_json, require_file, typed
 from h2o_jax.models.weights import Tensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file does not hold a JSON object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected JSON; {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object; got {type(values).__name__}")
-    return values
+# In bytes; a hundred for each tensor. What is built from a header takes 20 times its size.
+_MOST_HEADER = 16 << 20
 
 
 def read_directory(directory: Path) -> dict[str, Tensor]:
@@ -34,7 +18,8 @@ def read_directory(directory: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: neither model.safetensors nor its index, or a shard that the index lists, exists.
-        ValueError: a file is not valid safetensors, or a shard lacks a tensor that the index places there.
+        ValueError: a file is not valid safetensors, or the index places a tensor where it is not, or outside
+            of the directory.
     """
     if (directory / _INDEX).exists():
         return _read_shards(directory)
@@ -43,40 +28,51 @@ def read_directory(directory: Path) -> dict[str, Tensor]:
     return _read_file(directory / _SINGLE)
 
 
-def _read_shards(directory: Path) -> dict[str, Tensor]:
-    placement = read_json(directory / _INDEX).get("weight_map")
-    if not isinstance(placement, dict):
-        raise ValueError(f"{directory / _INDEX}: expected an object under 'weight_map'; got {placement!r}")
-    shards: dict[Path, dict[str, Tensor]] = {}
-    tensors: dict[str, Tensor] = {}
+def _read_shards(directory):
+    index = directory / _INDEX
+    with errors_name(index):
+        placement = typed(read_json(index), "weight_map", dict)
+        if placement is None:
+            raise ValueError("expected an object under 'weight_map'; it is missing")
+    shards, tensors = {}, {}
     for name, shard in placement.items():
-        path = directory / str(shard)
+        # A path with directories could lead out of this one.
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+            raise FileError(
+                f"{index}: expected the name of a file beside it for {name}; got {reprlib.repr(shard)}"
+            )
+        path = directory / shard
         if path not in shards:
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path}: expected this shard, where {_INDEX} places tensor {name}; it is missing"
-                )
+            require_file(path, f"this shard, where {_INDEX} places tensor {name}")
             shards[path] = _read_file(path)
         if name not in shards[path]:
-            raise ValueError(f"{path}: expected tensor {name}, placed there by {_INDEX}; it is missing")
+            raise FileError(f"{path}: expected tensor {name}, placed there by {_INDEX}; it is missing")
         tensors[name] = shards[path][name]
     return tensors
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _read_file(path):
     library = require("safetensors")
+    require_file(path)
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > _MOST_HEADER:
+        raise FileError(
+            f"{path}: truncated or corrupt safetensors file: expected a header of at most {_MOST_HEADER} "
+            f"bytes; got {header}"
+        )
     try:
         file = library.safe_open(path, framework="numpy")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except library.SafetensorError as error:
-        raise ValueError(f"{path}: truncated or corrupt safetensors file: {error}") from error
+        raise FileError(f"{path}: truncated or corrupt safetensors file: {error}") from error
 
-    def reader(name: str) -> Callable[[], np.ndarray]:
-        def read() -> np.ndarray:
+    def reader(name):
+        def read():
             try:
                 return file.get_tensor(name)
             except (library.SafetensorError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
+                raise FileError(f"{path}: tensor {name} cannot be read: {error}") from error
 
         return read
 

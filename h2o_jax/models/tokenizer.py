@@ -1,14 +1,18 @@
 """Text to token ids and back, from a Hugging Face directory or a GGUF file's own vocabulary."""
 
 import dataclasses
-import datetime
-import json
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import numpy as np
+
+from h2o_jax.models import chat_template
 from h2o_jax.models._optional import require
-from h2o_jax.models.safetensors import read_json
+from h2o_jax.models.config import required
+from h2o_jax.models.files import errors_name, read_json, read_text, typed
+from h2o_jax.models.tokenizer_json import backend_errors, read_backend
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -60,50 +64,45 @@ class Tokenizer:
         generation_config.json and config.json (end tokens).
 
         Raises:
-            FileNotFoundError: no tokenizer.json.
-            ValueError: a file that cannot be parsed, or a special token outside the vocabulary.
+            OSError: no tokenizer.json, or a file that the system refuses.
+            ValueError: a file that cannot be parsed, a special token outside the vocabulary, or a tokenizer
+                that could make a text too long; the message names the file.
         """
-        library = require("tokenizers")
         path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: expected this file; it is missing")
-        try:
-            backend = library.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path}: expected a tokenizer of the `tokenizers` library: {error}") from error
+        backend = read_backend(path)
         # A checkpoint may record the truncation of its training run.
         backend.no_truncation()
         backend.no_padding()
-        config, generation, model = (
-            read_json(directory / name) if (directory / name).is_file() else {}
-            for name in ("tokenizer_config.json", "generation_config.json", "config.json")
-        )
-        special = {}
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            value = config.get(name)
-            if value is not None:
-                special[name] = value["content"] if isinstance(value, dict) else value
-        ids = {
-            name: backend.token_to_id(special[name]) for name in ("bos_token", "eos_token") if name in special
-        }
-        for name, token_id in ids.items():
-            if token_id is None:
-                raise ValueError(f"{name}: expected a token of the vocabulary; got {special[name]!r}")
-        eos = generation.get("eos_token_id", model.get("eos_token_id"))
-        eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        eos = []
+        for name in ("generation_config.json", "config.json"):
+            path = directory / name
+            values = read_json(path) if path.exists() else {}
+            if "eos_token_id" in values:
+                with errors_name(path):
+                    eos = _ids(values["eos_token_id"])
+                break
+        path = directory / "tokenizer_config.json"
+        with errors_name(path):
+            config = read_json(path) if path.exists() else {}
+            special = _special_tokens(config)
+            ids = {name: backend.token_to_id(text) for name, text in special.items()}
+            for name in ("bos_token", "eos_token"):
+                if name in ids and ids[name] is None:
+                    raise ValueError(f"{name}: expected a token of the vocabulary; got {special[name]!r}")
+            add_bos = typed(config, "add_bos_token", bool)
+            add_eos = typed(config, "add_eos_token", bool, False)
+            template = _chat_template(config)
         if "eos_token" in ids:
             eos = [ids["eos_token"], *eos]
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        if (directory / "chat_template.jinja").is_file():
-            template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        path = directory / "chat_template.jinja"
+        if path.exists():
+            template = read_text(path)
         return cls(
             backend=backend,
             bos_id=ids.get("bos_token"),
             eos_ids=tuple(dict.fromkeys(eos)),
-            add_bos=config.get("add_bos_token"),
-            add_eos=bool(config.get("add_eos_token", False)),
+            add_bos=add_bos,
+            add_eos=add_eos,
             chat_template=template,
             special_tokens=special,
         )
@@ -116,17 +115,19 @@ class Tokenizer:
             ValueError: a vocabulary that is not byte-level BPE, a pre-tokeniser that is not known, or
                 metadata that is missing or out of range.
         """
-        kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+        kind = typed(metadata, "tokenizer.ggml.model", str)
+        pre = typed(metadata, "tokenizer.ggml.pre", str, "default")
         if kind != "gpt2":
-            raise ValueError(f"tokenizer.ggml.model: expected 'gpt2' (byte-level BPE); got {kind!r}")
+            raise ValueError(
+                f"tokenizer.ggml.model: expected 'gpt2' (byte-level BPE); got {reprlib.repr(kind)}"
+            )
         if pre not in _PRE_TOKENIZERS:
-            raise ValueError(f"tokenizer.ggml.pre: expected one of {', '.join(_PRE_TOKENIZERS)}; got {pre!r}")
-        tokens: Any = metadata.get("tokenizer.ggml.tokens")
-        merges: Any = metadata.get("tokenizer.ggml.merges")
-        for name, value in (("tokens", tokens), ("merges", merges)):
-            if not isinstance(value, list):
-                raise ValueError(f"tokenizer.ggml.{name}: expected in the file's metadata; it is missing")
+            raise ValueError(
+                f"tokenizer.ggml.pre: expected one of {', '.join(_PRE_TOKENIZERS)}; got {reprlib.repr(pre)}"
+            )
+        tokens, merges = (_texts(metadata, f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
         types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+        types = np.atleast_1d(types).tolist()
         if len(types) != len(tokens):
             raise ValueError(f"tokenizer.ggml.token_type: expected {len(tokens)} entries; got {len(types)}")
         ids = {name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom")}
@@ -144,9 +145,9 @@ class Tokenizer:
             backend=backend,
             bos_id=ids["bos"],
             eos_ids=tuple(dict.fromkeys(index for index in ends if index is not None)),
-            add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
-            add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-            chat_template=metadata.get("tokenizer.chat_template"),
+            add_bos=typed(metadata, "tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe"),
+            add_eos=typed(metadata, "tokenizer.ggml.add_eos_token", bool, False),
+            chat_template=typed(metadata, "tokenizer.chat_template", str),
             special_tokens={
                 f"{name}_token": tokens[ids[name]]
                 for name in ("bos", "eos", "unk", "pad")
@@ -159,6 +160,11 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def last_id(self) -> int:
+        """The largest token id, which is at least `vocab_size - 1`; -1 without tokens."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. The text of a special token gives that token.
 
@@ -167,9 +173,13 @@ class Tokenizer:
             add_special_tokens: whether to open (and, for a few models, close) the text as the model's
                 config says. A text that already begins with the opening token, as the output of
                 `apply_chat_template` may, gets no second one.
+
+        Raises:
+            ValueError: the model's tokenizer fails on this text.
         """
         by_backend = add_special_tokens and self.add_bos is None
-        ids = self.backend.encode(text, add_special_tokens=by_backend).ids
+        with backend_errors("text: the model's tokenizer cannot encode it"):
+            ids = self.backend.encode(text, add_special_tokens=by_backend).ids
         if add_special_tokens and self.add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         if add_special_tokens and ids[:2] == [self.bos_id, self.bos_id]:
@@ -179,39 +189,35 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not valid UTF-8 become U+FFFD."""
-        return self.backend.decode([int(index) for index in ids], skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that are not valid UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: the model's tokenizer fails on these ids.
+        """
+        ids = [int(index) for index in ids]
+        with backend_errors("ids: the model's tokenizer cannot decode them"):
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables
     ) -> str:
-        """The text of a conversation, as the model was trained to see it.
+        """The text of a conversation, as the model was trained to see it. The template runs in a process of
+        its own, which takes about a tenth of a second.
 
         Args:
-            messages: dictionaries with "role" and "content".
+            messages: dictionaries with "role" and "content"; JSON values.
             add_generation_prompt: whether to open the assistant's next turn.
             **variables: more variables for the template, such as `tools`.
 
         Raises:
-            ValueError: the model has no chat template, or the template refuses the messages.
+            ValueError: the model has no chat template, or the template refuses the messages, fails or takes
+                too long (see `chat_template.render`).
         """
         if self.chat_template is None:
             raise ValueError("chat_template: expected one in the model's files; it has none")
-        jinja2, sandbox = require("jinja2"), require("jinja2.sandbox")
-        # The template comes with the weights: it is other people's code.
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        variables = {**self.special_tokens, **variables}
-        try:
-            return environment.from_string(self.chat_template).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **variables
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
+        require("jinja2")
+        given = {"messages": list(map(dict, messages)), "add_generation_prompt": add_generation_prompt}
+        return chat_template.render(self.chat_template, {**self.special_tokens, **variables, **given})
 
 
 class StreamDecoder:
@@ -242,7 +248,7 @@ class StreamDecoder:
         self._ids, self._given = [], 0
         return text
 
-    def _take(self, final: bool) -> str:
+    def _take(self, final):
         before, after = self._decode(self._ids[: self._given]), self._decode(self._ids)
         if len(after) <= len(before) or (after.endswith(_REPLACEMENT) and not final):
             return ""
@@ -250,32 +256,63 @@ class StreamDecoder:
         self._given = len(self._ids)
         return after[len(before) :]
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids):
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def _token_id(metadata: Mapping[str, Any], name: str, size: int) -> int | None:
-    key = f"tokenizer.ggml.{name}_token_id"
-    value = metadata.get(key)
+def _special_tokens(config):
+    """Text by name."""
+    special = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        entry = config if not isinstance(config.get(name), dict) else {name: config[name].get("content")}
+        text = typed(entry, name, str)
+        if text is not None:
+            special[name] = text
+    return special
+
+
+def _chat_template(config):
+    templates = config.get("chat_template")
+    if not isinstance(templates, list):
+        return typed(config, "chat_template", str)
+    named = (entry for entry in templates if isinstance(entry, dict) and entry.get("name") == "default")
+    return typed(next(named, {}), "template", str)
+
+
+def _ids(value):
+    """End tokens: one, several or none."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for index in ids:
+        if required({"eos_token_id": index}, "eos_token_id", int) < 0:
+            raise ValueError(f"eos_token_id: expected an id >= 0; got {index}")
+    return ids
+
+
+def _texts(metadata, key):
+    value = typed(metadata, key, list)
     if value is None:
-        return None
-    if not 0 <= int(value) < size:
+        raise ValueError(f"{key}: expected in the file's metadata; it is missing")
+    return value
+
+
+def _token_id(metadata, name, size):
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = typed(metadata, key, int)
+    if value is not None and not 0 <= value < size:
         raise ValueError(f"{key}: expected an id below {size}; got {value}")
-    return int(value)
+    return value
 
 
-def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], types: Sequence[int], pre: str) -> Any:
+def _byte_level_bpe(tokens, merges, types, pre):
     library = require("tokenizers")
     pairs = [tuple(merge.split(" ")) for merge in merges]
     wrong = [merge for merge, pair in zip(merges, pairs) if len(pair) != 2]
     if wrong:
         raise ValueError(f"tokenizer.ggml.merges: expected two parts in each; got {wrong[0]!r}")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    try:
+    with backend_errors("tokenizer.ggml.merges: expected merges of the file's tokens"):
         # Llama 3 takes a piece that is a token as it stands, without merging its way there.
         model = library.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe")
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"tokenizer.ggml.merges: expected merges of the file's tokens: {error}") from error
     backend = library.Tokenizer(model)
     if pre == "qwen2":
         backend.normalizer = library.normalizers.NFC()
@@ -290,11 +327,3 @@ def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], types: Sequenc
         added = [token for token, token_type in zip(tokens, types) if token_type == kind]
         add([library.AddedToken(token, normalized=False, special=kind == _CONTROL) for token in added])
     return backend
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise require("jinja2").TemplateError(message)

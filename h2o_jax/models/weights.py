@@ -73,23 +73,26 @@ def load_weights(config: LlamaConfig, tensors: Mapping[str, Tensor], dtype: DTyp
         The model, on the default device.
 
     Raises:
-        ValueError: a tensor that is missing, unexpected, of the wrong shape or not floating point; the
-            message names it and says what was expected.
+        ValueError: more layers than the tensors can be for, or a tensor that is missing, unexpected, of the
+            wrong shape or not floating point; the message names it and says what was expected.
     """
+    if config.num_layers > len(tensors):
+        raise ValueError(f"num_layers: {config.num_layers} need more than the file's {len(tensors)} tensors")
+    names = parameter_names(config)
+    _check_names(config, names, tensors)
     abstract = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     parameters = dict(nnx.to_flat_state(state))
-    names = parameter_names(config)
     if set(names.values()) != set(parameters):
         raise AssertionError(f"mapping and model differ: {set(names.values()) ^ set(parameters)}")
 
-    _check_names(config, names, tensors)
     filled = []
     for name, path in names.items():
         transposed = path[-1] == "kernel"
         expected = parameters[path].get_value().shape
         array = _read(name, tensors[name], expected[::-1] if transposed else expected)
-        value = jnp.array(array.T if transposed else array, dtype=dtype)
+        with np.errstate(over="ignore"):  # what is too large for the dtype is infinite
+            value = jnp.array(array.T if transposed else array, dtype=dtype)
         filled.append((path, parameters[path].replace(value)))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
