@@ -37,16 +37,16 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
             "messages: the model's chat template was stopped: it takes more than "
             f"{MOST_SECONDS} s of processor time or {MOST_BYTES >> 20} MiB"
         )
-    text, error = json.loads(done.stdout)
-    if error:
-        raise ValueError(f"messages: the model's chat template refuses them: {error}")
+    text, failure = json.loads(done.stdout)
+    if failure:
+        raise ValueError(f"messages: the model's chat template refuses them: {failure}")
     return text
 
 
-def _render_here(source, variables):
+def _render_here(source: str, variables: Mapping[str, Any]) -> str:
     import jinja2.sandbox
 
-    def raise_exception(message):
+    def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -58,18 +58,18 @@ def _render_here(source, variables):
     return environment.from_string(source).render(variables)
 
 
-def _to_json(value, indent=None):
+def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _main():
+def _main() -> None:
     import resource
 
     task = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     try:
-        result = _render_here(*task), None
+        result: tuple[str | None, str | None] = _render_here(*task), None
     except Exception as error:
         result = None, f"{type(error).__name__}: {error}"
     json.dump(result, sys.stdout)

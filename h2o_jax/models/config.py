@@ -13,7 +13,7 @@ SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _CONTEXTS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
-def unsupported_architecture(name) -> ValueError:
+def unsupported_architecture(name: Any) -> ValueError:
     """The error for an architecture this package has no model for."""
     expected = ", ".join(SUPPORTED_ARCHITECTURES)
     return ValueError(f"architecture: {reprlib.repr(name)} is not supported; expected one of {expected}")
@@ -77,7 +77,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.architecture not in SUPPORTED_ARCHITECTURES:
             raise unsupported_architecture(self.architecture)
         for name in (
@@ -154,7 +154,7 @@ class LlamaConfig:
         )
 
 
-def required(values: Mapping[str, Any], key: str, kind: type):
+def required(values: Mapping[str, Any], key: str, kind: type) -> Any:
     """`values[key]`, of that kind (see `files.typed`).
 
     Raises:
@@ -166,7 +166,7 @@ def required(values: Mapping[str, Any], key: str, kind: type):
     return value
 
 
-def _refuse_other_computation(values):
+def _refuse_other_computation(values: Mapping[str, Any]) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act: expected 'silu'; got {reprlib.repr(activation)}")
@@ -176,9 +176,9 @@ def _refuse_other_computation(values):
         raise ValueError(f"quantization_config: expected unquantised tensors; got quant_method {method}")
 
 
-def _sliding_window(architecture, values):
+def _sliding_window(architecture: str, values: Mapping[str, Any]) -> int | None:
     """The window of the layers that slide, by the rules of transformers, or None."""
-    window = typed({"sliding_window": 4096} | values, "sliding_window", int)
+    window = typed({"sliding_window": 4096, **values}, "sliding_window", int)
     layer_types = typed(values, "layer_types", list)
     if architecture == "mistral":
         return window
@@ -192,7 +192,7 @@ def _sliding_window(architecture, values):
     return window if others else None
 
 
-def _rope_settings(values):
+def _rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings, in either spelling; a setting that is None is left out."""
     old, new = (typed(values, key, dict, {}) for key in ("rope_scaling", "rope_parameters"))
     if old and new and old != new:
@@ -215,7 +215,7 @@ def _rope_settings(values):
     return settings
 
 
-def _rope_scaling(rope, max_position_embeddings):
+def _rope_scaling(rope: Mapping[str, Any], max_position_embeddings: int) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

@@ -4,7 +4,7 @@ import contextlib
 import json
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class FileError(ValueError):
 
 
 @contextlib.contextmanager
-def errors_name(path: Path):
+def errors_name(path: Path) -> Iterator[None]:
     """Makes a FileError of any other ValueError, and of values nested too deep for Python."""
     try:
         yield
@@ -85,7 +85,7 @@ def read_json(path: Path, most: int = MOST_TEXT) -> dict:
     return values
 
 
-def typed(values: Mapping[str, Any], key: str, kind: type, default=None):
+def typed(values: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
     """`values[key]`, checked to be of a kind that a file can hold.
 
     Args:

@@ -2,6 +2,9 @@
 
 import re
 import reprlib
+from typing import Any
+
+import numpy as np
 
 from h2o_jax.models.config import LlamaConfig, refuse_window, required, unsupported_architecture
 from h2o_jax.models.files import typed
@@ -39,10 +42,10 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     if architecture not in _ARCHITECTURES:
         raise unsupported_architecture(architecture)
 
-    def optional(key, kind, default=None):
+    def optional(key: str, kind: type, default: Any = None) -> Any:
         return typed(metadata, f"{architecture}.{key}", kind, default)
 
-    def needed(key, kind):
+    def needed(key: str, kind: type) -> Any:
         return required(metadata, f"{architecture}.{key}", kind)
 
     if optional("expert_count", int, 0):
@@ -85,7 +88,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     )
 
 
-def _rope_scaling(file, architecture):
+def _rope_scaling(file: GGUFFile, architecture: str) -> RopeScaling | None:
     key = f"{architecture}.rope.scaling"
     kind = typed(file.metadata, f"{key}.type", str, "none")
     if kind not in ("none", "linear"):
@@ -118,7 +121,7 @@ def gguf_tensors(file: GGUFFile, config: LlamaConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def _hf_name(name):
+def _hf_name(name: str) -> str:
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer and layer[2] in _LAYER:
         return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{layer[3]}"
@@ -126,11 +129,11 @@ def _hf_name(name):
     return f"{_TOP[top]}.{kind}" if top in _TOP else name
 
 
-def _unpermuted(tensor, num_heads):
+def _unpermuted(tensor: Tensor, num_heads: int) -> Tensor:
     """Undoes the converter's row order. For `llama` alone it stores each head's rows as pairs
     (i, i + D/2), for a rotation of neighbours; the rotation here pairs halves."""
 
-    def read():
+    def read() -> np.ndarray:
         array = tensor.read()
         if array.shape[0] % (2 * num_heads):
             return array  # a wrong shape, which the loader reports

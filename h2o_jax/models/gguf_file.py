@@ -7,6 +7,7 @@ The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is rea
 import dataclasses
 import math
 import struct
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def open_gguf(path: Path) -> GGUFFile:
             raise ValueError(f"truncated or corrupt GGUF file: {error}") from error
     content = np.memmap(path, np.uint8, mode="r")
 
-    def reader(info):
-        def read():
+    def reader(info: _TensorInfo) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
             with errors_name(path):
                 data = content[start + info.offset : start + info.end]
                 return _dequantised(library, info, data)
@@ -84,7 +85,7 @@ class _Header:
             raise ValueError(f"byte {self.at} is referred to, and the header may end at {len(self.content)}")
         return start
 
-    def number(self, form: str):
+    def number(self, form: str) -> Any:
         form = "<" + form
         return struct.unpack_from(form, self.content, self.take(struct.calcsize(form)))[0]
 
@@ -97,7 +98,7 @@ class _Header:
         start = self.take(size)
         return self.content[start : start + size].decode("utf-8")
 
-    def value(self):
+    def value(self) -> Any:
         kind = self.number("I")
         if kind != _ARRAY:
             return self.string() if kind == _STRING else self.number(_number_form(kind))
@@ -107,7 +108,7 @@ class _Header:
         return [self.string() for _ in range(count)]
 
 
-def _number_form(kind):
+def _number_form(kind: int) -> str:
     if kind not in _NUMBERS:
         raise ValueError(f"value type {kind} is none of a number, a text, or a list of either")
     return _NUMBERS[kind]
@@ -122,7 +123,7 @@ class _TensorInfo:
     end: int
 
 
-def _read_header(header, library):
+def _read_header(header: _Header, library: Any) -> tuple[dict[str, Any], list[_TensorInfo], int]:
     """Metadata, tensor infos and the offset of the tensors' data."""
     if header.number("I") != library.GGUF_MAGIC:
         raise ValueError("it does not begin with 'GGUF'")
@@ -134,7 +135,7 @@ def _read_header(header, library):
         raise ValueError(
             f"{num_tensors} tensors and {num_values} values are announced, more than {_MOST_ENTRIES} of one"
         )
-    metadata = {}
+    metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = header.string()
         if key in metadata:
@@ -149,7 +150,7 @@ def _read_header(header, library):
     return metadata, infos, -(-header.at // alignment) * alignment
 
 
-def _read_tensor_info(header, library):
+def _read_tensor_info(header: _Header, library: Any) -> _TensorInfo:
     name = header.string()
     num_dimensions = header.number("I")
     if num_dimensions > _MOST_DIMENSIONS:
@@ -165,7 +166,7 @@ def _read_tensor_info(header, library):
     return _TensorInfo(name, shape, kind, offset, offset + math.prod(shape) // block * block_bytes)
 
 
-def _check_places(infos, start, size):
+def _check_places(infos: Iterable[_TensorInfo], start: int, size: int) -> None:
     """Checks that the tensors lie in the file, each in bytes of its own: else a small file could hold a
     model of any size."""
     free = 0
@@ -177,7 +178,7 @@ def _check_places(infos, start, size):
             raise ValueError(f"tensor {info.name} ends at byte {start + info.end} of {size}")
 
 
-def _dequantised(library, info, data):
+def _dequantised(library: Any, info: _TensorInfo, data: np.ndarray) -> np.ndarray:
     try:
         rows = data.reshape(*info.shape[:-1], -1) if info.shape else data
         # Damaged blocks may have scales that are not finite.

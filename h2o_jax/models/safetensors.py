@@ -1,7 +1,10 @@
 """Tensors of a Hugging Face directory: model.safetensors, or shards listed in an index."""
 
 import reprlib
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from h2o_jax.models._optional import require
 from h2o_jax.models.files import FileError, errors_name, read_json, require_file, typed
@@ -28,13 +31,14 @@ def read_directory(directory: Path) -> dict[str, Tensor]:
     return _read_file(directory / _SINGLE)
 
 
-def _read_shards(directory):
+def _read_shards(directory: Path) -> dict[str, Tensor]:
     index = directory / _INDEX
     with errors_name(index):
         placement = typed(read_json(index), "weight_map", dict)
         if placement is None:
             raise ValueError("expected an object under 'weight_map'; it is missing")
-    shards, tensors = {}, {}
+    shards: dict[Path, dict[str, Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shard in placement.items():
         # A path with directories could lead out of this one.
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
@@ -51,11 +55,11 @@ def _read_shards(directory):
     return tensors
 
 
-def _read_file(path):
+def _read_file(path: Path) -> dict[str, Tensor]:
     library = require("safetensors")
     require_file(path)
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
+    with path.open("rb") as raw:
+        header = int.from_bytes(raw.read(8), "little")
     if header > _MOST_HEADER:
         raise FileError(
             f"{path}: truncated or corrupt safetensors file: expected a header of at most {_MOST_HEADER} "
@@ -67,8 +71,8 @@ def _read_file(path):
     except library.SafetensorError as error:
         raise FileError(f"{path}: truncated or corrupt safetensors file: {error}") from error
 
-    def reader(name):
-        def read():
+    def reader(name: str) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
             try:
                 return file.get_tensor(name)
             except (library.SafetensorError, TypeError, AttributeError) as error:

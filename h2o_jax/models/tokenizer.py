@@ -149,9 +149,9 @@ class Tokenizer:
             add_eos=typed(metadata, "tokenizer.ggml.add_eos_token", bool, False),
             chat_template=typed(metadata, "tokenizer.chat_template", str),
             special_tokens={
-                f"{name}_token": tokens[ids[name]]
+                f"{name}_token": tokens[index]
                 for name in ("bos", "eos", "unk", "pad")
-                if ids[name] is not None
+                if (index := ids[name]) is not None
             },
         )
 
@@ -199,7 +199,7 @@ class Tokenizer:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The text of a conversation, as the model was trained to see it. The template runs in a process of
         its own, which takes about a tenth of a second.
@@ -248,7 +248,7 @@ class StreamDecoder:
         self._ids, self._given = [], 0
         return text
 
-    def _take(self, final):
+    def _take(self, final: bool) -> str:
         before, after = self._decode(self._ids[: self._given]), self._decode(self._ids)
         if len(after) <= len(before) or (after.endswith(_REPLACEMENT) and not final):
             return ""
@@ -256,11 +256,11 @@ class StreamDecoder:
         self._given = len(self._ids)
         return after[len(before) :]
 
-    def _decode(self, ids):
+    def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def _special_tokens(config):
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Text by name."""
     special = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -271,7 +271,7 @@ def _special_tokens(config):
     return special
 
 
-def _chat_template(config):
+def _chat_template(config: Mapping[str, Any]) -> str | None:
     templates = config.get("chat_template")
     if not isinstance(templates, list):
         return typed(config, "chat_template", str)
@@ -279,7 +279,7 @@ def _chat_template(config):
     return typed(next(named, {}), "template", str)
 
 
-def _ids(value):
+def _ids(value: Any) -> list[int]:
     """End tokens: one, several or none."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for index in ids:
@@ -288,14 +288,14 @@ def _ids(value):
     return ids
 
 
-def _texts(metadata, key):
+def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = typed(metadata, key, list)
     if value is None:
         raise ValueError(f"{key}: expected in the file's metadata; it is missing")
     return value
 
 
-def _token_id(metadata, name, size):
+def _token_id(metadata: Mapping[str, Any], name: str, size: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     value = typed(metadata, key, int)
     if value is not None and not 0 <= value < size:
@@ -303,7 +303,7 @@ def _token_id(metadata, name, size):
     return value
 
 
-def _byte_level_bpe(tokens, merges, types, pre):
+def _byte_level_bpe(tokens: list[str], merges: list[str], types: list[int], pre: str) -> Any:
     library = require("tokenizers")
     pairs = [tuple(merge.split(" ")) for merge in merges]
     wrong = [merge for merge, pair in zip(merges, pairs) if len(pair) != 2]

@@ -4,7 +4,9 @@ import contextlib
 import json
 import math
 import reprlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from h2o_jax.models._optional import require
 from h2o_jax.models.files import errors_name, read_json, typed
@@ -15,7 +17,7 @@ _MOST_DOUBLINGS = 8
 
 
 @contextlib.contextmanager
-def backend_errors(what):
+def backend_errors(what: str) -> Iterator[None]:
     """Makes a ValueError of what the library raises: plain Exception, and the panics of its Rust code, whose
     class can't be imported and is no Exception."""
     try:
@@ -26,7 +28,7 @@ def backend_errors(what):
         raise ValueError(f"{what}: {error}") from error
 
 
-def read_backend(path: Path):
+def read_backend(path: Path) -> Any:
     """The `tokenizers.Tokenizer` of a file.
 
     Raises:
@@ -46,14 +48,15 @@ def read_backend(path: Path):
             return library.Tokenizer.from_str(json.dumps(values))
 
 
-def _doublings(part):
+def _doublings(part: Any) -> float:
     """How often a part of a tokenizer.json doubles the length of a text, at most. A thousand bytes of parts
     in a row could fill any memory, and where the library gets none, it ends the process."""
     if part is None:
         return 0
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise ValueError(f"expected an object with a type for each part; got {reprlib.repr(part)}")
-    kind, times = part["type"], 1
+    kind: str = part["type"]
+    times: float = 1
     if kind == "Sequence":
         return sum(_doublings(inner) for value in part.values() if isinstance(value, list) for inner in value)
     if kind == "Precompiled":
