@@ -160,11 +160,6 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def last_id(self) -> int:
-        """The largest token id, which is at least `vocab_size - 1`; -1 without tokens."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. The text of a special token gives that token.
 
