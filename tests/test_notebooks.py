@@ -36,6 +36,7 @@ def test_every_notebook_has_small_settings():
     assert set(SMALL) == set(NOTEBOOKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_runs(name):
     if name in REAL_MODEL:
