@@ -21,6 +21,8 @@ from tests import tiny_llama
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("H2O_JAX_EXAMPLES", "100"))
 MOST_SECONDS, MOST_MEGABYTES = 5, 500
 VALUES = tiny_llama.config(num_hidden_layers=1)
