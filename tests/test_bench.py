@@ -22,6 +22,8 @@ from h2o_jax.cli import main
 from h2o_jax.models import LlamaConfig
 from tests.lowering import KERNEL_TARGET, lower_for_cuda
 
+pytestmark = pytest.mark.slow
+
 PAGE, TOKEN, DENSE = ops.PAGE_POLICY, ops.TOKEN_POLICY, steps.DENSE_POLICY
 LLAMA_8B = models.LLAMA_8B
 TINY = LlamaConfig(

@@ -9,6 +9,8 @@ from h2o_jax import eval as evaluation
 from h2o_jax.generate import generate
 from tests.test_models_real import smollm  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.slow
+
 CONTEXT, STEPS, PAGE_SIZE = 1984, 64, 16
 
 
@@ -25,7 +27,6 @@ def test_a_quarter_of_the_context_keeps_the_predictions(smollm):  # noqa: F811
     assert recent["kl"] > 3 * sparse["kl"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa_h2o_sparse_attention", "gqa_h2o_token_sparse_attention"])
 def test_a_budget_that_covers_the_context_gives_the_dense_tokens(smollm, name):  # noqa: F811
     model, tokenizer, _ = smollm

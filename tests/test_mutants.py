@@ -19,6 +19,8 @@ from tests import tolerance, worlds
 from tests.decode_check import check_trace
 from tests.test_decode_parity import short_scenario_of
 
+pytestmark = pytest.mark.slow
+
 PAGE, GQA_PAGE = "h2o_sparse_attention", "gqa_h2o_sparse_attention"
 TOKEN, GQA_TOKEN = "h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention"
 
