@@ -25,11 +25,16 @@ def shown(num_bytes: int) -> str:
 
 def free(device: jax.Device) -> int | None:
     """Bytes of a device that JAX has left to give, where it counts them."""
-    try:
-        stats = device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:  # a backend may not count memory at all
-        return None
+    stats = counted(device)
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
+def counted(device: jax.Device) -> dict[str, int]:
+    """What JAX counts of a device's memory, such as "bytes_limit"; empty where a backend counts nothing."""
+    try:
+        return device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        return {}
 
 
 def out_of_memory(state: Any, num_pages: int, left: int | None) -> MemoryError:

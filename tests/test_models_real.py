@@ -12,14 +12,19 @@ TEXT = "Water boils at 100 degrees Celsius at sea level, and at a lower temperat
 PAGE_SIZE, PAGES = 16, 4
 
 
-@pytest.fixture(scope="module")
-def smollm():
+def require_default_model():
+    """Skips a test where the default model, or what reads it, is not installed."""
     pytest.importorskip("gguf")
     pytest.importorskip("tokenizers")
     try:
         default_model_path()
     except FileNotFoundError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    require_default_model()
     model, tokenizer = load(dtype=jnp.float32)
     return model, tokenizer, stepper(model)
 

@@ -9,8 +9,8 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-from h2o_jax.models import default_model_path
 from tests.run_notebooks import NOTEBOOKS, execute, parameters_cell, read
+from tests.test_models_real import require_default_model
 
 # Settings that keep every line of a notebook and little of its work.
 SMALL = {
@@ -40,12 +40,7 @@ def test_every_notebook_has_small_settings():
 @pytest.mark.parametrize("name", SMALL)
 def test_runs(name):
     if name in REAL_MODEL:
-        pytest.importorskip("gguf")
-        pytest.importorskip("tokenizers")
-        try:
-            default_model_path()
-        except FileNotFoundError as error:
-            pytest.skip(str(error))
+        require_default_model()
     notebook = read(NOTEBOOKS[name])
     try:
         execute(notebook, SMALL[name])

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from h2o_jax.cli.errors import read_option
 from h2o_jax.cli.info import versions
 from h2o_jax.eval import TASKS, Cell, PolicySpec, Setup, Store, budget_tokens, evaluate, grid, policy_names
 from h2o_jax.eval.plot import check_plot, write_plot
@@ -170,10 +171,7 @@ def _text(path: Path | None) -> str:
         import pydoc_data.topics  # half a megabyte, for this command alone
 
         return "\n".join(pydoc_data.topics.topics.values())
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text {path}: expected UTF-8 text, {error}") from None
+    return read_option("--text", path)
 
 
 def _plan(cells: list[Cell], missing: list[Cell], setup: Setup, environment, page_sizes, budgets) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from h2o_jax.cli.errors import read_option
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
 from h2o_jax.generate import GenerationLoop, check_options
 from h2o_jax.models import StreamDecoder, load
@@ -122,10 +123,7 @@ def _phase(console, text: str) -> contextlib.AbstractContextManager:
 def _prompt_text(args: argparse.Namespace) -> str:
     parts = []
     if args.prompt_file is not None:
-        try:
-            parts.append(args.prompt_file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--prompt-file {args.prompt_file}: expected UTF-8 text, {error}") from None
+        parts.append(read_option("--prompt-file", args.prompt_file))
     if args.prompt is not None:
         parts.append(args.prompt)
     text = "\n\n".join(parts)

@@ -78,8 +78,8 @@ def _integer(name: str, text: str) -> int:
 def state_memory(config: CacheConfig, policy: Policy) -> list[tuple[str, list[tuple[str, str]]]]:
     """Titles and lines: what a state takes for a layer of each kind, and in all."""
     state = jax.eval_shape(lambda: init_state(config, policy))
-    dense = [i for i in policy.dense_layers if i < config.num_layers]
-    sparse = [i for i in range(config.num_layers) if i not in dense]
+    dense = [i for i in range(config.num_layers) if i in policy.dense_layers]
+    sparse = [i for i in range(config.num_layers) if i not in policy.dense_layers]
     found = []
     for kind, layers in (("", sparse), ("dense ", dense)):
         if layers:
@@ -121,11 +121,8 @@ def devices() -> list[tuple[str, str]]:
 
 
 def _device(device: jax.Device) -> str:
-    try:
-        memory = (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a backend may not count memory at all
-        memory = None
-    return device.device_kind + (f", {memory / 2**30:.1f} GiB for JAX" if memory else "")
+    limit = memory.counted(device).get("bytes_limit")
+    return device.device_kind + (f", {limit / 2**30:.1f} GiB for JAX" if limit else "")
 
 
 def implementations() -> list[tuple[str, str]]:

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from h2o_jax.eval.budget import DENSE, fits_page_size, policy_at, policy_names
+from h2o_jax.generate import DEFAULT_PAGE_SIZE
 from h2o_jax.policy import Policy
 
 PERPLEXITY, COVERAGE, PASSKEY = TASKS = ("perplexity", "coverage", "passkey")
-_DENSE_PAGE_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def grid(
             raise ValueError(f"TASK: expected some of {', '.join(TASKS)}, got {task!r}")
     for task in (task for task in TASKS if task in tasks):
         dense = [spec for spec in policies if spec.name == DENSE and task != COVERAGE]
-        cells += [Cell(task, spec, _DENSE_PAGE_SIZE, context) for spec in dense]
+        cells += [Cell(task, spec, DEFAULT_PAGE_SIZE, context) for spec in dense]
         cells += [
             Cell(task, spec, page_size, budget)
             for page_size in page_sizes

@@ -11,11 +11,11 @@ import numpy as np
 from h2o_jax.eval.forced import Predictions, decode
 from h2o_jax.eval.layerwise import Layerwise
 from h2o_jax.eval.prefix import Prefix, prefill
+from h2o_jax.generate import DEFAULT_PAGE_SIZE
 from h2o_jax.policy import Policy, get_policy
 from h2o_jax.state import PagedState
 
 _DENSE = get_policy("dense_attention")
-_DENSE_PAGE_SIZE = 16
 
 
 class Windows:
@@ -65,7 +65,7 @@ class Windows:
         return state, predictions
 
     def _dense(self) -> tuple[Predictions, list[jax.Array]]:
-        _, predictions, logits = self._decode(_DENSE, _DENSE_PAGE_SIZE, None)
+        _, predictions, logits = self._decode(_DENSE, DEFAULT_PAGE_SIZE, None)
         return predictions, logits
 
     def _decode(self, policy, page_size, dense):
