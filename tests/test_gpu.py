@@ -1,6 +1,9 @@
 """What only a GPU can tell of the whole: the kernels inside the decode step, the loop and the model."""
 
 import functools
+import os
+import subprocess
+import sys
 from pydoc_data.topics import topics
 
 import jax
@@ -125,3 +128,40 @@ def test_a_server_of_smollm_says_what_each_request_says_alone(smollm, monkeypatc
 def test_verify_passes_with_the_kernels():
     failed = [check for check in verification.verify("pallas") if not check.passed]
     assert not failed
+
+
+TOO_MUCH = """
+import re, h2o_jax
+
+policy = h2o_jax.get_policy("gqa_h2o_sparse_attention", top_k=8)
+
+def init(num_pages):
+    return h2o_jax.init_state(h2o_jax.CacheConfig(4, 8, 128, 16, num_pages, 8, 1000), policy)
+
+messages = []
+for _ in range(3):
+    try:
+        init(200_000)
+    except MemoryError as error:
+        messages.append(str(error))
+assert len(messages) == 3 and len(set(messages)) == 1, messages  # what was made before the refusal is let go
+print(messages[0])
+fits = int(re.search("num_pages=([0-9]+) instead of 200000", messages[0])[1])
+state = init(int(0.95 * fits))
+try:
+    init(int(0.95 * fits))
+except MemoryError as error:
+    print(error)
+assert int(h2o_jax.extend(state.table, state.table.seq_lens + 1)[0].num_free) == int(0.95 * fits) - 8
+"""
+
+
+@on_gpu
+def test_a_state_too_large_for_the_gpu_says_what_fits():
+    """In a process that may take 4% of the memory: 5.6 GB of an H200's."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.04", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    done = subprocess.run([sys.executable, "-c", TOO_MUCH], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    asked = "init_state: no room for 53.41 GiB: page table 812.54 KiB, keys and values 48.83 GiB, summaries 4.58 GiB; "
+    first, second = done.stdout.splitlines()
+    assert first.startswith(asked) and second.startswith("init_state: no room for ")

@@ -1,4 +1,4 @@
-"""No request sees anything of another: 500 of them through a small pool, all that none owns being NaN."""
+"""No request sees anything of another: many through a small pool, all that none owns being NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import h2o_jax
+from tests.kernel_runs import GPU_MARKS
 from tests.test_serving import NUM_REQUESTS, case, new_server  # noqa: F401 (case is a fixture)
 
-ADMISSIONS = 500
 MAX_NEW = 7
+RUNS = [("xla", 500), ("pallas_interpret", 500), pytest.param("pallas", 500, marks=GPU_MARKS)]
 
 
 @jax.jit
@@ -39,11 +40,12 @@ def poison(state):
 
 
 @pytest.mark.slow
-def test_500_admissions_to_a_poisoned_pool(case):  # noqa: F811
-    server = new_server(case.model, case.policy)
+@pytest.mark.parametrize(("implementation", "admissions"), RUNS)
+def test_admissions_to_a_poisoned_pool(case, implementation, admissions):  # noqa: F811
+    server = new_server(case.model, case.policy, implementation=implementation)
     rng = np.random.default_rng(1)
-    which = rng.integers(0, NUM_REQUESTS, ADMISSIONS).tolist()
-    new = rng.integers(1, MAX_NEW + 1, ADMISSIONS).tolist()
+    which = rng.integers(0, NUM_REQUESTS, admissions).tolist()
+    new = rng.integers(1, MAX_NEW + 1, admissions).tolist()
     for i, n in zip(which, new):
         server.submit(case.requests[i][0], max_new_tokens=n)
     tokens = {}

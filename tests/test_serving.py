@@ -32,10 +32,10 @@ def poison(state):
     return h2o_jax.PagedState(state.table, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.layers))
 
 
-def new_server(model, policy):
+def new_server(model, policy, **options):
     num_pages = POOL_TOKENS // (policy.page_size or 4)
     config = cache_config(model, policy, ROWS, max_tokens=100, num_pages=num_pages)
-    return Server(model, policy=policy, config=config, prefill_chunk=CHUNK)
+    return Server(model, policy=policy, config=config, prefill_chunk=CHUNK, **options)
 
 
 def serve(server, requests=()):
