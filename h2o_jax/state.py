@@ -98,7 +98,7 @@ def init_state(config: CacheConfig, policy: Policy) -> PagedState:
     if beyond:
         raise ValueError(f"dense_layers: expected layers below num_layers = {config.num_layers}, got {beyond}")
     try:
-        return jax.block_until_ready(_empty(config, policy))
+        return _empty(config, policy)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -122,10 +122,12 @@ def _empty(config: CacheConfig, policy: Policy) -> PagedState:
 
 
 def _init_layer(config: CacheConfig, policy: Policy) -> LayerCache:
+    # Each is waited for: JAX hands out an array before it has its memory, which a GPU is asked for again and again
+    # for ten seconds, and so for every array after the first that does not fit.
     return LayerCache(
-        k=jnp.zeros(config.pool_shape, config.dtype),
-        v=jnp.zeros(config.pool_shape, config.dtype),
-        aux=policy.init_aux(config),
+        k=jax.block_until_ready(jnp.zeros(config.pool_shape, config.dtype)),
+        v=jax.block_until_ready(jnp.zeros(config.pool_shape, config.dtype)),
+        aux=jax.block_until_ready(policy.init_aux(config)),
         summary_kinds=policy.summary_kinds,
     )
 

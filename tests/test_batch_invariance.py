@@ -48,6 +48,7 @@ ALONE = Place(0, (), 0)
 CROWDS = [Place(3, (1.4, None, 0.1, 2.0), 700), Place(0, (0.5,), 3)]
 SMALL = Sizes(prompt=290, steps=6, page_size=4, head_dim=16, dtype="float32", budget=160)
 LARGE = Sizes(prompt=8000, steps=32, page_size=16, head_dim=128, dtype="bfloat16", budget=4096)
+FLOAT32 = Sizes(prompt=3000, steps=8, page_size=16, head_dim=80, dtype="float32", budget=1504)
 INTERPRETED = ["gqa_h2o_sparse_attention", "h2o_token_sparse_attention", "dense_attention"]
 
 
@@ -156,11 +157,17 @@ def assert_same_bits(got, expected):
         np.testing.assert_array_equal(ours, theirs)  # NaN in slots without a token, and in their summaries
 
 
-INTERPRETED_RUNS = [pytest.param(n, "pallas_interpret", SMALL, marks=pytest.mark.slow) for n in INTERPRETED]
-COMPILED_RUNS = [pytest.param(n, "pallas", LARGE, marks=GPU_MARKS) for n in h2o_jax.list_policies()]
+RUNS = [
+    *(pytest.param(n, "pallas_interpret", SMALL, id=f"{n}-interpret", marks=pytest.mark.slow) for n in INTERPRETED),
+    *(
+        pytest.param(n, "pallas", sizes, id=f"{n}-{sizes.dtype}-gpu", marks=GPU_MARKS)
+        for n in h2o_jax.list_policies()
+        for sizes in (LARGE, FLOAT32)
+    ),
+]
 
 
-@pytest.mark.parametrize(("name", "implementation", "sizes"), INTERPRETED_RUNS + COMPILED_RUNS)
+@pytest.mark.parametrize(("name", "implementation", "sizes"), RUNS)
 def test_a_row_decodes_the_same_bits_in_any_batch(name, implementation, sizes):
     alone = decode(name, implementation, sizes, ALONE)
     for place in CROWDS:

@@ -28,7 +28,9 @@ from pallas_kernels._triton import (
     store_rows,
 )
 
-JOINED = 128  # chunks that are joined at once; fixed, for the order of additions depends on it
+# Chunks that are joined at once, one a thread: the order of additions depends on both, and would on the strides of
+# the statistics, and so on M, if a thread had several, for then it takes as many neighbours as their alignment allows.
+JOINED = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +118,9 @@ def decayed_softmax_scores(
     joined = jax.ShapeDtypeStruct((batch, num_kv_heads, kept), jnp.float32)
     peak, total = pallas_call(
         functools.partial(_join_kernel, chunk=chunk, num_logical=num_logical, interpret=interpret),
-        grid=(num_kv_heads, batch),
+        grid=(kept, num_kv_heads, batch),
         out_shape=(joined, joined),
+        num_warps=JOINED // 32,
         interpret=interpret,
         name="decayed_softmax_join",
     )(peak, total, start, stop)
@@ -219,25 +222,23 @@ def _join_kernel(
     num_logical,
     interpret,
 ):
-    head, row = pl.program_id(0), pl.program_id(1)
+    g, head, row = (pl.program_id(i) for i in range(3))
     start, stop = load_window(start_ref, stop_ref, row, num_logical)
-    kept = peak_ref.shape[2]
-    g = jnp.arange(next_power_of_two(kept), dtype=jnp.int32)
 
     def join(i, carry):
         at = i * JOINED + jnp.arange(JOINED, dtype=jnp.int32)
         # Chunks that do not meet the window were never written.
-        keep = (g < kept)[:, None] & ((at >= start // chunk) & (at * chunk < stop))[None]
-        index = (row, head, g[:, None], at[None])
-        peaks, totals = (load_rows(ref, index, keep, interpret=interpret) for ref in (peak_ref, total_ref))
+        keep = (at >= start // chunk) & (at * chunk < stop)
+        peaks, totals = (
+            load_rows(ref, (row, head, g, at), keep, interpret=interpret) for ref in (peak_ref, total_ref)
+        )
         peak, total = carry
         return _add_exponentials(peak, total, jnp.where(keep, peaks, -jnp.inf), totals)
 
-    nothing = jnp.full(g.shape, -jnp.inf, jnp.float32), jnp.zeros(g.shape, jnp.float32)
     first, last = start // chunk // JOINED, (stop + chunk * JOINED - 1) // (chunk * JOINED)
-    peak, total = jax.lax.fori_loop(first, last, join, nothing)
-    for ref, value in ((joined_peak_ref, peak), (joined_total_ref, total)):
-        store_rows(ref, (row, head, g), value, g < kept, interpret=interpret)
+    peak, total = jax.lax.fori_loop(first, last, join, (jnp.float32(-jnp.inf), jnp.float32(0)))
+    joined_peak_ref[row, head, g] = peak
+    joined_total_ref[row, head, g] = total
 
 
 def _update_kernel(
