@@ -209,3 +209,8 @@ def get_policy(name: str, **options: Any) -> Policy:
         if field.default is no_default and field.default_factory is no_default and field.name not in options:
             raise ValueError(f"{name}: option {field.name!r} is required")
     return cls(**options)
+
+
+def reserved_pages(page_size: int) -> tuple[int, int]:
+    """`reserved_bos` and `reserved_eos` that hold 16 and 32 tokens, as the defaults do at a page size of 16."""
+    return -(-16 // page_size), -(-32 // page_size)

@@ -3,11 +3,9 @@
 import argparse
 
 from h2o_jax.generate import DEFAULT_PAGE_SIZE
-from h2o_jax.policy import Policy, get_policy, list_policies, policy_class
+from h2o_jax.policy import Policy, get_policy, list_policies, policy_class, reserved_pages
 
 DEFAULT_BUDGET = 512  # tokens
-DEFAULT_SINK = 16  # tokens in the leading reserved pages
-DEFAULT_RECENT = 32  # tokens in the trailing reserved pages
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +17,9 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=int, help=f"pages chosen by score; default {DEFAULT_BUDGET} tokens less the reserved ones"
     )
-    parser.add_argument("--reserved-bos", type=int, help=f"leading pages always read; default {DEFAULT_SINK} tokens")
-    parser.add_argument(
-        "--reserved-eos", type=int, help=f"trailing pages always read; default {DEFAULT_RECENT} tokens"
-    )
+    bos, eos = reserved_pages(1)
+    parser.add_argument("--reserved-bos", type=int, help=f"leading pages always read; default {bos} tokens")
+    parser.add_argument("--reserved-eos", type=int, help=f"trailing pages always read; default {eos} tokens")
     parser.add_argument(
         "--dense-layers", type=_layers, default=(), help="layers that read all pages, such as 0,1; default none"
     )
@@ -39,18 +36,15 @@ def policy_from_options(args: argparse.Namespace) -> tuple[Policy, int]:
     if page_size < 1 or cls.page_size not in (None, page_size):
         expected = "a positive integer" if cls.page_size is None else f"{cls.page_size} for {args.policy}"
         raise ValueError(f"page_size: expected {expected}, got {page_size}")
-    reserved_bos = _pages(args.reserved_bos, DEFAULT_SINK, page_size)
-    reserved_eos = _pages(args.reserved_eos, DEFAULT_RECENT, page_size)
+    bos, eos = reserved_pages(page_size)
+    reserved_bos = bos if args.reserved_bos is None else args.reserved_bos
+    reserved_eos = eos if args.reserved_eos is None else args.reserved_eos
     options = dict(reserved_bos=reserved_bos, reserved_eos=reserved_eos, dense_layers=args.dense_layers)
     if args.top_k is not None:
         options["top_k"] = args.top_k
     elif cls.least_top_k > 0:
         options["top_k"] = max(DEFAULT_BUDGET // page_size - reserved_bos - reserved_eos, 1)
     return get_policy(args.policy, **options), page_size
-
-
-def _pages(given: int | None, default_tokens: int, page_size: int) -> int:
-    return -(-default_tokens // page_size) if given is None else given
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -6,10 +6,8 @@ from fractions import Fraction
 from typing import Any
 
 from h2o_jax.eval.baselines import OraclePolicy, RandomPolicy
-from h2o_jax.policy import Policy, get_policy, list_policies, policy_class
+from h2o_jax.policy import Policy, get_policy, list_policies, policy_class, reserved_pages
 
-SINK = 16  # tokens in the leading reserved pages
-RECENT = 32  # tokens in the trailing reserved pages
 BASELINES: dict[str, type[Policy]] = {"random": RandomPolicy, "oracle": OraclePolicy}
 DENSE = "dense_attention"
 _SET_BY_BUDGET = ("top_k", "reserved_bos", "reserved_eos", "dense_layers")
@@ -49,7 +47,7 @@ def policy_at(name: str, options: Mapping[str, Any], page_size: int, budget: int
         raise ValueError(f"{name}: option {given[0]!r} is set by the budget, or not for evaluation")
     if name == DENSE:
         return get_policy(name, **options)
-    bos, eos = -(-SINK // page_size), -(-RECENT // page_size)
+    bos, eos = reserved_pages(page_size)
     top_k = budget // page_size - bos - eos
     if top_k < 1:
         raise ValueError(

@@ -3,10 +3,9 @@
 from typing import Any
 
 from h2o_jax.eval.baselines import RecentPolicy
-from h2o_jax.eval.budget import RECENT
 from h2o_jax.eval.observed import ObservedPolicy, observations
 from h2o_jax.eval.windows import Windows
-from h2o_jax.policy import Policy
+from h2o_jax.policy import Policy, reserved_pages
 
 
 def measure(windows: Windows, policy: ObservedPolicy, page_size: int) -> dict[str, Any]:
@@ -27,5 +26,5 @@ def scored(policy: Policy, page_size: int) -> Policy:
     """The same choice by scores: of a policy without any, the latest pages but the usual ones are chosen."""
     if policy.top_k > 0:
         return policy
-    eos = -(-RECENT // page_size)
+    _, eos = reserved_pages(page_size)
     return RecentPolicy(policy.reserved_eos - eos, policy.reserved_bos, eos)
