@@ -1,13 +1,14 @@
 """The fixed sizes of a paged cache."""
 
 import dataclasses
+import math
 import numbers
 from typing import Any
 
 import jax.numpy as jnp
 
 POOL_DTYPES = ("bfloat16", "float16", "float32")
-_MAX_INT32 = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,13 @@ class CacheConfig:
             ("pages_per_request * page_size", self.max_tokens),
             ("max_requests * pages_per_request", self.max_requests * self.pages_per_request),
         ):
-            if value > _MAX_INT32:
-                raise ValueError(f"CacheConfig: {name} must fit in int32 (at most {_MAX_INT32}), got {value}")
+            if value > MAX_INT32:
+                raise ValueError(f"CacheConfig: {name} must fit in int32 (at most {MAX_INT32}), got {value}")
+        if math.prod(self.pool_shape) >= 2**60:
+            raise ValueError(f"CacheConfig: expected pools of fewer than 2**60 numbers, got {self.pool_shape}")
         try:
+            if self.dtype is None:  # NumPy's word for float64
+                raise TypeError
             dtype = jnp.dtype(self.dtype)
         except TypeError:
             raise ValueError(f"CacheConfig.dtype: expected one of {POOL_DTYPES}, got {self.dtype!r}") from None

@@ -26,7 +26,7 @@ _layer: contextvars.ContextVar[int | None] = contextvars.ContextVar("layer", def
 
 def enabled() -> bool:
     """Whether steps traced now are checked."""
-    return os.environ.get("H2O_JAX_DEBUG", "") not in ("", "0")
+    return os.environ.get("H2O_JAX_DEBUG", "").lower() not in ("", "0", "false", "no", "off")
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def layer(index: int) -> Iterator[None]:
 
 
 def check_written(table: PageTable, k: jax.Array, v: jax.Array, num_tokens: jax.Array) -> None:
-    """Checks the table that tokens are written by, and that the tokens are finite: k, v [B, T, Hkv, D]."""
+    """Checks the table that tokens are written by, their number, and that they are finite: k, v [B, T, Hkv, D]."""
     if enabled():
         jax.debug.callback(functools.partial(_written, _where()), table, k, v, num_tokens)
 
@@ -64,6 +64,12 @@ def _where() -> str:
 
 def _written(where: str, table: PageTable, k: jax.Array, v: jax.Array, num_tokens: jax.Array) -> None:
     check_table(table, where)
+    for row, (new, length) in enumerate(zip(np.asarray(num_tokens).tolist(), np.asarray(table.seq_lens).tolist())):
+        if not 0 <= new <= min(k.shape[1], length):
+            raise ValueError(
+                f"{where}row {row}: num_tokens: expected 0 to {min(k.shape[1], length)}, of {k.shape[1]} given tokens "
+                f"and a length of {length}, got {new}"
+            )
     real = np.arange(k.shape[1]) < np.asarray(num_tokens)[:, None]
     for name, new in (("k", k), ("v", v)):
         for row, token, head in _first(~_finite(new).all(-1) & real[..., None]):

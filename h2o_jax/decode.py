@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from h2o_jax import debug
-from h2o_jax._checks import check_new, check_policy, check_pool, resolve_scale
+from h2o_jax._checks import check_budget, check_new, check_policy, check_pool, check_scored, resolve_scale
 from h2o_jax.policy import Policy, Window
 from h2o_jax.state import LayerCache, PageTable
 from pallas_kernels import paged_attention, top_k_pages
 from pallas_kernels import write_pages as write_pages_op
-from pallas_kernels._checks import check_dtype, check_queries, check_row_ints, check_shape
+from pallas_kernels._checks import check_dtype, check_kind, check_queries, check_row_ints, check_shape
 from pallas_kernels._paging import list_pages, window_mask
 
 
@@ -138,7 +138,9 @@ def write_tokens(
     written = {"summaries": summaries, "hh_score": scores}
     aux = cache.aux | {name: x for name, x in written.items() if x is not None}
     cache = dataclasses.replace(cache, k=new_k, v=new_v, aux=aux)
-    return policy.on_write(cache, table, k, v, num_tokens)
+    cache = policy.on_write(cache, table, k, v, num_tokens)
+    check_kind(f"on_write() of {type(policy).__name__}", cache, LayerCache)
+    return cache
 
 
 def select_pages(
@@ -175,7 +177,7 @@ def select_pages(
     check_policy(cache, policy)
     batch, num_logical = table.pages.shape
     num_kv_heads = cache.k.shape[1]
-    budget = policy.budget(num_logical)
+    budget = check_budget(policy, num_logical)
     in_use = jnp.where(_active_rows(table, active), table.pages_in_use, 0)
     sparse = in_use > budget
     window = Window(
@@ -184,8 +186,8 @@ def select_pages(
     )
 
     if policy.top_k > 0 and budget < num_logical:
-        cache, scores = policy.score(cache, table, q, window, implementation=implementation)
-        check_shape("score() of the policy", scores, (batch, num_kv_heads, num_logical), "[B, Hkv, M]")
+        cache, scores = check_scored(policy, policy.score(cache, table, q, window, implementation=implementation))
+        check_shape(f"score() of {type(policy).__name__}", scores, (batch, num_kv_heads, num_logical), "[B, Hkv, M]")
         scores = scores.astype(jnp.float32)
         debug.check_scores(scores, window)
         pages = top_k_pages(
@@ -239,6 +241,7 @@ def attend(
         NotImplementedError: the named implementation can't.
     """
     _check_q(cache, table, q, implementation)
+    check_kind("selection", selection, Selection)
     rows = (table.pages.shape[0], cache.k.shape[1])
     check_shape("selection.pages", selection.pages, (*rows, None), "[B, Hkv, W]")
     check_shape("selection.counts", selection.counts, rows, "[B, Hkv]")

@@ -1,7 +1,6 @@
 """What a policy is, and the registry of policies by name."""
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
@@ -9,10 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from h2o_jax.config import CacheConfig
+from h2o_jax.config import MAX_INT32, CacheConfig
+from pallas_kernels.write_pages.api import SUMMARY_KINDS
 
 if TYPE_CHECKING:
     from h2o_jax.state import LayerCache, PageTable
+
+
+_MAX_FLOAT32 = float(jnp.finfo(jnp.float32).max)
 
 
 class Window(NamedTuple):
@@ -59,10 +62,18 @@ class Policy:
     def __post_init__(self) -> None:
         for name, least in (("top_k", self.least_top_k), ("reserved_bos", 0), ("reserved_eos", 1)):
             object.__setattr__(self, name, _int_option(name, getattr(self, name), least))
+        if self.top_k + self.reserved_bos + self.reserved_eos > MAX_INT32:
+            raise ValueError(f"top_k: expected at most {MAX_INT32} pages with the reserved ones, got {self.top_k}")
         if not isinstance(self.dense_layers, Iterable) or isinstance(self.dense_layers, str):
             raise ValueError(f"dense_layers: expected a sequence of layers, got {self.dense_layers!r}")
-        layers = tuple(_int_option("dense_layers", layer, 0) for layer in self.dense_layers)
-        object.__setattr__(self, "dense_layers", layers)
+        layers = {_int_option("dense_layers", layer, 0) for layer in self.dense_layers}
+        object.__setattr__(self, "dense_layers", tuple(sorted(layers)))
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        kinds = cls.summary_kinds
+        if not isinstance(kinds, tuple) or len(set(kinds)) < len(kinds) or not set(kinds) <= set(SUMMARY_KINDS):
+            raise ValueError(f"{cls.__name__}.summary_kinds: expected a tuple of {SUMMARY_KINDS}, got {kinds!r}")
 
     def budget(self, pages_per_request: int) -> int:
         """W, the most pages that a row reads: `top_k + reserved_bos + reserved_eos`."""
@@ -133,14 +144,21 @@ class Policy:
 
 
 def require_policy(value: Any) -> None:
-    """Raises ValueError unless it is a `Policy`."""
+    """Raises ValueError unless it is a `Policy`, and hashable."""
     if not isinstance(value, Policy):
         raise ValueError(f"policy: expected a Policy, such as get_policy(name) gives, got {value!r}")
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ValueError(f"policy: expected hashable options, got {value!r}: {error}") from None
 
 
 def is_number(value: Any) -> bool:
-    """Whether an option is a finite real number."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether an option is a real number that float32 holds, up to rounding."""
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(float(value)) <= _MAX_FLOAT32
+    except OverflowError:  # an integer past float64
+        return False
 
 
 def is_integer(value: Any, least: int) -> bool:
@@ -162,8 +180,10 @@ def register_policy(name: str) -> Callable[[type[_AnyPolicy]], type[_AnyPolicy]]
     """Class decorator that makes a policy known to `get_policy` under `name`.
 
     Raises:
-        ValueError: the name is taken, or the class does not derive from `Policy`.
+        ValueError: no name, one that is taken, or a class that does not derive from `Policy`.
     """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f'register_policy: expected a name, as in @register_policy("mine"), got {name!r}')
 
     def register(cls: type[_AnyPolicy]) -> type[_AnyPolicy]:
         if not (isinstance(cls, type) and issubclass(cls, Policy)):
@@ -183,7 +203,7 @@ def list_policies() -> tuple[str, ...]:
 
 def policy_class(name: str) -> type[Policy]:
     """The class registered under `name`; ValueError listing the names where there is none."""
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"unknown policy {name!r}; registered are {', '.join(_REGISTRY)}")
     return _REGISTRY[name]
 

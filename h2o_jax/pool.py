@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from h2o_jax.state import PageTable
+from h2o_jax.state import PageTable, check_rows
 from pallas_kernels._checks import check_dtype, check_row_ints, check_shape
 
 
@@ -30,7 +30,7 @@ def extend(table: PageTable, num_tokens: jax.Array) -> tuple[PageTable, jax.Arra
     Raises:
         ValueError: `num_tokens` is not [B] int32, or the pool or its pages are empty (at trace time).
     """
-    _check_sizes(table)
+    check_rows(table)
     check_row_ints(table.pages.shape[0], num_tokens=num_tokens)
     num_logical, page_size = table.pages.shape[1], table.page_size
     room = num_logical * page_size - table.seq_lens
@@ -43,10 +43,10 @@ def extend(table: PageTable, num_tokens: jax.Array) -> tuple[PageTable, jax.Arra
     ok = allowed & ((need == 0) | (taken <= table.num_free))
 
     # Row b takes its pages from the top of the stack down, below those of the rows before it.
-    logical = jnp.arange(num_logical, dtype=jnp.int32)
+    logical = jnp.arange(num_logical, dtype=jnp.int32)[None]
     added = ok[:, None] & (logical >= before[:, None]) & (logical < after[:, None])
     entry = table.num_free - 1 - (taken - need - before)[:, None] - logical
-    page = table.free_pages.at[jnp.where(added, entry, 0)].get(mode="clip")
+    page = jnp.take(table.free_pages, jnp.where(added, entry, 0), mode="clip")
     table = dataclasses.replace(
         table,
         pages=jnp.where(added, page, table.pages),
@@ -71,25 +71,19 @@ def release(table: PageTable, done: jax.Array) -> PageTable:
     Raises:
         ValueError: `done` is not [B] bool, or as in `extend` (at trace time).
     """
-    _check_sizes(table)
+    check_rows(table)
     batch, num_logical = table.pages.shape
     check_shape("done", done, (batch,), "[B]")
     check_dtype("done", done, ("bool",))
     given = jnp.where(done, table.pages_in_use, 0)
     end = table.num_free + jnp.cumsum(given, dtype=jnp.int32)
-    logical = jnp.arange(num_logical, dtype=jnp.int32)
+    logical = jnp.arange(num_logical, dtype=jnp.int32)[None]
     owned = logical < given[:, None]
     entry = jnp.where(owned, (end - given)[:, None] + logical, table.num_pages)
     return dataclasses.replace(
         table,
         pages=jnp.where(done[:, None], table.num_pages, table.pages),
         seq_lens=jnp.where(done, 0, table.seq_lens),
-        free_pages=table.free_pages.at[entry].set(table.pages, mode="drop"),
+        free_pages=jnp.asarray(table.free_pages).at[entry].set(table.pages, mode="drop"),
         num_free=table.num_free + given.sum(dtype=jnp.int32),
     )
-
-
-def _check_sizes(table: PageTable) -> None:
-    for name, size in (("num_pages", table.num_pages), ("page_size", table.page_size)):
-        if size < 1:
-            raise ValueError(f"table: expected {name} of at least 1, got {size}")

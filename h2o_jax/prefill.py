@@ -58,17 +58,18 @@ def prefill_attention(
     check_dtype("q", q, FLOAT_DTYPES)
     check_heads(q.shape[2], num_kv_heads)
     cache = write_tokens(cache, table, k, v, num_tokens, policy=policy, implementation=implementation)
+    q = jnp.asarray(q)
 
-    position = jnp.arange(table.pages.shape[1] * table.page_size, dtype=jnp.int32)
+    position = jnp.arange(table.pages.shape[1] * table.page_size, dtype=jnp.int32)[None]  # [1, S]
     cached = position < table.seq_lens[:, None]  # [B, S]
-    dtype = jnp.promote_types(q.dtype, cache.k.dtype)
+    dtype = q.dtype if q.dtype == cache.k.dtype else jnp.dtype(jnp.float32)
     if dtype == jnp.float16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype(jnp.float32)  # a CPU has no float16 product with float32 sums
     keys, values = (_contiguous(pool, table, cached, dtype) for pool in (cache.k, cache.v))
-    token = jnp.arange(q.shape[1], dtype=jnp.int32)
+    token = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     query_position = (table.seq_lens - num_tokens)[:, None] + token  # [B, T]
     real = token < num_tokens[:, None]
-    mask = (position <= query_position[..., None]) & cached[:, None]
+    mask = (position[None] <= query_position[..., None]) & cached[:, None]
     precision = "highest" if dtype == jnp.float32 else None  # float32 is not to run as TF32
     with jax.default_matmul_precision(precision):
         out = jax.nn.dot_product_attention(q.astype(dtype), keys, values, mask=mask[:, None], scale=scale)

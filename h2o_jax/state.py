@@ -14,6 +14,7 @@ import numpy as np
 from h2o_jax import memory
 from h2o_jax.config import CacheConfig
 from h2o_jax.policy import Policy, require_policy
+from pallas_kernels._checks import FLOAT_DTYPES, check_dtype, check_kind, check_shape
 
 
 @jax.tree_util.register_dataclass
@@ -93,6 +94,7 @@ def init_state(config: CacheConfig, policy: Policy) -> PagedState:
         ValueError: no policy, one that can't run with this page size, or a dense layer that does not exist.
         MemoryError: the device has too little memory left; the message says what was asked, and what would fit.
     """
+    check_kind("config", config, CacheConfig)
     require_policy(policy)
     beyond = [i for i in policy.dense_layers if i >= config.num_layers]
     if beyond:
@@ -127,9 +129,24 @@ def _init_layer(config: CacheConfig, policy: Policy) -> LayerCache:
     return LayerCache(
         k=jax.block_until_ready(jnp.zeros(config.pool_shape, config.dtype)),
         v=jax.block_until_ready(jnp.zeros(config.pool_shape, config.dtype)),
-        aux=jax.block_until_ready(policy.init_aux(config)),
+        aux=jax.block_until_ready(made_aux(policy, config)),
         summary_kinds=policy.summary_kinds,
     )
+
+
+def made_aux(policy: Policy, config: CacheConfig) -> dict[str, jax.Array]:
+    """What `init_aux` of a policy gives; raises ValueError unless it is what the method promises."""
+    aux = policy.init_aux(config)
+    where = f"init_aux() of {type(policy).__name__}"
+    check_kind(where, aux, dict)
+    if policy.summary_kinds and "summaries" not in aux:
+        raise ValueError(f"{where}: expected 'summaries' for summary_kinds, as super().init_aux(config) gives them")
+    for name, array in aux.items():
+        shape = getattr(array, "shape", None)
+        if not shape or shape[0] != config.num_pages:
+            got = type(array).__name__ if shape is None else list(shape)
+            raise ValueError(f"{where}: expected {name!r} of shape [{config.num_pages}, ...], got {got}")
+    return aux
 
 
 def page_summaries(cache: LayerCache) -> dict[str, jax.Array]:
@@ -142,6 +159,7 @@ def page_summaries(cache: LayerCache) -> dict[str, jax.Array]:
         "mean", "max", "min" (those kept): [num_pages, Hkv, D] in the pool's dtype. An entry is valid for
         a page whose last slot has been written; empty for a policy without summaries.
     """
+    check_kind("cache", cache, LayerCache)
     return {kind: cache.aux["summaries"][:, :, i] for i, kind in enumerate(cache.summary_kinds)}
 
 
@@ -156,8 +174,20 @@ def check_state(state: PagedState, config: CacheConfig) -> None:
         ValueError: a wrong shape or dtype, a length past the row, a page id out of range, a page owned
             twice, leaked, or both free and owned; the message names row and entry.
     """
+    check_kind("state", state, PagedState)
+    check_kind("config", config, CacheConfig)
     _check_arrays(state, config)
     check_table(state.table)
+
+
+def check_rows(table: PageTable) -> None:
+    """Raises unless it is a page table of a pool that has pages, with a length for each row."""
+    check_kind("table", table, PageTable)
+    for name, size in (("num_pages", table.num_pages), ("page_size", table.page_size)):
+        if size < 1:
+            raise ValueError(f"table: expected {name} of at least 1, got {size}")
+    check_shape("table.pages", table.pages, (None, None), "[B, M]")
+    check_shape("table.seq_lens", table.seq_lens, table.pages.shape[:1], "[B]")
 
 
 def check_table(table: PageTable, where: str = "") -> None:
@@ -228,12 +258,17 @@ def _check_arrays(state: PagedState, config: CacheConfig) -> None:
     ]
     for i, layer in enumerate(state.layers):
         expected += [(f"layers[{i}].{name}", getattr(layer, name), config.pool_shape, config.dtype) for name in "kv"]
-        known = {
-            "summaries": (n, config.num_kv_heads, len(layer.summary_kinds), config.head_dim),
-            "hh_score": config.pool_shape[:3],
-        }
+        if layer.summary_kinds and "summaries" not in layer.aux:
+            raise ValueError(f"layers[{i}].aux: expected 'summaries' for {layer.summary_kinds}, got {list(layer.aux)}")
+        summaries = (n, config.num_kv_heads, len(layer.summary_kinds), config.head_dim)
         for name, x in layer.aux.items():
-            expected.append((f"layers[{i}].aux[{name!r}]", x, known.get(name, (n, *x.shape[1:])), x.dtype))
+            shape, dtype = (n, *x.shape[1:]), x.dtype
+            if name == "summaries":
+                shape, dtype = summaries, config.dtype
+            elif name == "hh_score":
+                shape = config.pool_shape[:3]
+                check_dtype(f"layers[{i}].aux['hh_score']", x, FLOAT_DTYPES)
+            expected.append((f"layers[{i}].aux[{name!r}]", x, shape, dtype))
     for name, array, shape, dtype in expected:
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(

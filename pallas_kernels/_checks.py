@@ -4,8 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_kind(name: str, value: Any, expected: type) -> None:
+    """Raises unless `value` is an instance of `expected`."""
+    if not isinstance(value, expected):
+        raise ValueError(f"{name}: expected a {expected.__name__}, got a {type(value).__name__}")
 
 
 def check_shape(name: str, array: Any, expected: Sequence[int | None], letters: str) -> None:
@@ -19,10 +26,15 @@ def check_shape(name: str, array: Any, expected: Sequence[int | None], letters: 
 
 
 def check_dtype(name: str, array: Any, expected: Sequence[str]) -> None:
-    """Raises unless the dtype of `array` is one of the names in `expected`."""
+    """Raises unless the dtype of `array` is one of the names in `expected`.
+
+    Without 64-bit types JAX takes NumPy's int64 for int32, as long as its values fit.
+    """
     dtype = jnp.result_type(array)
     if dtype.name not in expected:
         raise ValueError(f"{name}: expected dtype {' or '.join(expected)}, got {dtype.name}")
+    if isinstance(array, np.ndarray) and dtype == jnp.int32 and (array != array.astype(np.int32)).any():
+        raise ValueError(f"{name}: expected values that int32 holds, got {array.min()} to {array.max()}")
 
 
 def check_pool_array(name: str, pool: Any, expected: Sequence[int | None], letters: str) -> None:

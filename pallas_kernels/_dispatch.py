@@ -1,6 +1,7 @@
 """Which implementation of an op runs."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -18,14 +19,14 @@ def candidates(implementation: str | None) -> tuple[str, ...]:
         ValueError: `implementation` is neither None nor one of `IMPLEMENTATIONS`.
     """
     if implementation is None:
-        return ("pallas", "xla") if jax.default_backend() == "gpu" else ("xla",)
+        return ("pallas", "xla") if _platform() in ("cuda", "gpu") else ("xla",)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected None or one of {IMPLEMENTATIONS}, got {implementation!r}")
     return (implementation,)
 
 
 def require_runnable(implementation: str | None) -> None:
-    """Raises unless the implementation can run on the default backend.
+    """Raises unless the implementation can run where programs traced now will.
 
     Raises:
         ValueError: as `candidates`.
@@ -34,9 +35,20 @@ def require_runnable(implementation: str | None) -> None:
     candidates(implementation)
     if implementation == "pallas" and implementation not in candidates(None):
         raise NotImplementedError(
-            f"implementation: 'pallas' needs a CUDA GPU, and the backend is {jax.default_backend()}; "
+            f"implementation: 'pallas' needs a CUDA GPU, and the backend is {_platform()}; "
             "'pallas_interpret' runs the same kernels here, slowly"
         )
+
+
+def _platform() -> str:
+    """What programs traced now are for: the device of an abstract mesh, where one is set, or the default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+@functools.cache
+def _jitted(function: Callable[..., _Result], static: tuple[str, ...]) -> Callable[..., _Result]:
+    return jax.jit(function, static_argnames=static, inline=True)
 
 
 def dispatch(
@@ -50,12 +62,21 @@ def dispatch(
 
     An implementation that is named explicitly is the only candidate, so its `NotImplementedError`
     reaches the caller.
+
+    Args:
+        op: name for messages.
+        implementation: as of the op.
+        functions: the implementations by name.
+        args: arrays.
+        kwargs: static. Called eagerly, an implementation is compiled once for what it has not seen.
     """
+    require_runnable(implementation)
 
     def call(name: str) -> _Result:
         if name not in functions:
             raise NotImplementedError(f"{op}: no {name!r} implementation")
-        return functions[name](*args, **kwargs)
+        with jax.numpy_rank_promotion("allow"):
+            return _jitted(functions[name], tuple(kwargs))(*args, **kwargs)
 
     *first, last = candidates(implementation)
     for name in first:

@@ -29,7 +29,7 @@ def physical_pages(pages: jax.Array, logical: jax.Array, valid: jax.Array, num_p
 
 def window_mask(start: jax.Array, stop: jax.Array, num_logical: int) -> jax.Array:
     """[B, M] bool: True for logical pages in `[start, stop)` of their row."""
-    logical = jnp.arange(num_logical, dtype=jnp.int32)
+    logical = jnp.arange(num_logical, dtype=jnp.int32)[None]
     return (logical >= start[:, None]) & (logical < stop[:, None])
 
 
@@ -52,7 +52,7 @@ def list_pages(
     start, stop, in_use = (
         x[:, None, None] for x in (jnp.where(start < stop, start, 0), jnp.where(start < stop, stop, 0), in_use)
     )
-    entry = jnp.arange(width, dtype=jnp.int32)
+    entry = jnp.arange(width, dtype=jnp.int32)[None, None]
     after = entry - start - jnp.minimum(k, stop - start)  # place among the pages after the window
     room = jnp.pad(chosen, ((0, 0), (0, 0), (0, max(width - k, 0))))
     inside = jnp.take_along_axis(room, jnp.maximum(entry - start, 0), axis=2)

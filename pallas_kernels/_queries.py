@@ -49,7 +49,7 @@ class QueryTerms:
 
     A 16-bit dtype takes a query that has more digits as a sum of terms that the dtype holds exactly, so that
     tensor cores form exact products and only their float32 sum rounds. float16 lacks the range for the last
-    terms; there the queries are first scaled by a power of two. The terms of a lone query are rows of one
+    terms; there each query is first scaled by a power of two. The terms of a lone query are rows of one
     factor, for a tensor-core tile has rows to spare.
 
     Args:
@@ -66,7 +66,7 @@ class QueryTerms:
             terms = [[piece.astype(dtype)] for piece in pieces]
         else:
             if dtype == jnp.float16:
-                scale, self._unscale = _power_of_two_scale(pieces)
+                scale, self._unscale = _power_of_two_scales(pieces)
                 pieces = [piece * scale for piece in pieces]
             terms = [[p] if p.shape[-1] < MIN_DOT else _split(p, dtype) for p in pieces]
         if self._lone:
@@ -126,11 +126,11 @@ def _split(x, dtype):
     return terms[::-1]  # the least first, which rounds the sum less
 
 
-def _power_of_two_scale(pieces):
-    """A power of two that brings the largest magnitude to [2^14, 2^15), and its inverse."""
-    largest = jnp.float32(0)
+def _power_of_two_scales(pieces):
+    """The power of two that brings each query's largest magnitude to [2^14, 2^15), and its inverse: [R, 1] or [1]."""
+    largest: Any = jnp.float32(0)
     for piece in pieces:
-        largest = jnp.maximum(largest, jnp.max(jnp.abs(piece)))
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(piece), axis=-1, keepdims=True))
     exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
     wanted = jnp.clip(127 + 127 + 14 - exponent, 1, 253)
     to_float = [jax.lax.bitcast_convert_type(e << 23, jnp.float32) for e in (wanted, 254 - wanted)]

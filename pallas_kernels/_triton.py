@@ -5,6 +5,7 @@ Refs are whole arrays (no block specs): a kernel indexes them with natural dimen
 inside a kernel must have power-of-two dimensions, hence the helpers for masked rows and split dimensions.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 MIN_DOT = 16  # a tensor-core dot takes no fewer rows, columns or terms
+
+
+def without_derivative(function: Callable) -> Callable:
+    """A function of arrays and options that raises NotImplementedError where its derivative is asked for."""
+
+    @functools.wraps(function)
+    def call(*arrays, **options):
+        run = jax.custom_jvp(functools.partial(function, **options))
+        run.defjvp(no_derivative)
+        return run(*arrays)
+
+    def no_derivative(primals, tangents):
+        raise NotImplementedError(f"{function.__name__}: the kernels have no derivative; implementation='xla' has one")
+
+    return call
 
 
 def pallas_call(

@@ -356,16 +356,17 @@ def test_a_selection_of_other_heads(field):
         call("attend", selection=bad)
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1", "x"])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e40, 10**400, "1", "x"])
 @pytest.mark.parametrize("name", ["attend", "decode_attention", "prefill_attention"])
 def test_scale_that_is_no_number(name, scale):
     with pytest.raises(ValueError, match="^scale: expected"):
         call(name, scale=scale)
 
 
-@pytest.mark.parametrize("name", ["unknown", "h2o_sparse", ""])
+@pytest.mark.parametrize("name", ["unknown", "h2o_sparse", "", ["h2o_sparse_attention"], None])
 def test_unknown_policy(name):
-    with pytest.raises(ValueError, match=f"unknown policy '{name}'; registered are .*h2o_sparse_attention"):
+    message = re.escape(f"unknown policy {name!r}; registered are ")
+    with pytest.raises(ValueError, match=f"^{message}.*h2o_sparse_attention"):
         h2o_jax.get_policy(name, top_k=2)
 
 
@@ -375,6 +376,10 @@ def test_unknown_policy(name):
         ({"top_k": 0}, "top_k: expected an integer >= 1, got 0"),
         ({"reserved_eos": 0}, "reserved_eos: expected an integer >= 1, got 0"),
         ({"reserved_bos": -1}, "reserved_bos: expected an integer >= 0, got -1"),
+        ({"top_k": 2**31 - 2}, "top_k: expected at most 2147483647 pages with the reserved ones, got 2147483646"),
+        ({"reserved_bos": 10**30}, "top_k: expected at most 2147483647 pages with the reserved ones, got 2"),
+        ({"decay": 10**400}, r"decay: expected a number in \[0, 1\], got 10*"),
+        ({"scale": 10**400}, "scale: expected None or a positive number, got 10*"),
         ({"decay": -0.5}, r"decay: expected a number in \[0, 1\], got -0.5"),
         ({"decay": 1.5}, r"decay: expected a number in \[0, 1\], got 1.5"),
     ],
@@ -487,3 +492,65 @@ def test_num_tokens_of_a_wrong_dtype_in_x64(dtype):
         for name in ("extend", "write_tokens", "prefill_attention"):
             with pytest.raises(ValueError, match=f"^num_tokens: expected dtype int32, got {np.dtype(dtype).name}"):
                 call(name, num_tokens=array(3, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "wrong", "kinds"),
+    [
+        ("extend", "table", STATE, "PageTable, got a PagedState"),
+        ("extend", "table", (TABLE, ints(3)), "PageTable, got a tuple"),
+        ("release", "table", CACHE, "PageTable, got a LayerCache"),
+        ("write_tokens", "cache", STATE, "LayerCache, got a PagedState"),
+        ("select_pages", "cache", (CACHE, CACHE), "LayerCache, got a tuple"),
+        ("decode_attention", "cache", TABLE, "LayerCache, got a PageTable"),
+        ("decode_attention", "table", STATE, "PageTable, got a PagedState"),
+        ("prefill_attention", "cache", TABLE, "LayerCache, got a PageTable"),
+        ("attend", "selection", (CACHE, SELECTION), "Selection, got a tuple"),
+    ],
+)
+def test_an_argument_of_another_kind(name, argument, wrong, kinds):
+    with pytest.raises(ValueError, match=f"^{argument}: expected a {kinds}"):
+        call(name, **{argument: wrong})
+
+
+def test_a_state_or_config_of_another_kind():
+    for arguments, message in (
+        ((CONFIG, STATE), "state: expected a PagedState, got a CacheConfig"),
+        ((STATE, POLICY), "config: expected a CacheConfig, got a H2OPolicy"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            h2o_jax.check_state(*arguments)
+    with pytest.raises(ValueError, match="^config: expected a CacheConfig, got a dict$"):
+        h2o_jax.init_state({}, POLICY)
+    with pytest.raises(ValueError, match="^cache: expected a LayerCache, got a PagedState$"):
+        h2o_jax.page_summaries(STATE)
+
+
+@pytest.mark.parametrize("name", ["extend", "release", "select_pages", "decode_attention"])
+def test_a_table_with_too_few_lengths(name):
+    with pytest.raises(ValueError, match=r"^table.seq_lens: expected shape \[B\] = \[3\], got \[1\]"):
+        call(name, table=dataclasses.replace(TABLE, seq_lens=ints(1)))
+
+
+def test_a_cache_whose_values_differ_from_its_keys():
+    wrong = (array(16, 2, 4, 9), r"shape .* = \[16, 2, 4, 8\]"), (array(16, 2, 4, 8, dtype="int8"), "dtype float32")
+    for v, message in wrong:
+        with pytest.raises(ValueError, match=f"^cache.v: expected {message}"):
+            call("attend", cache=dataclasses.replace(CACHE, v=v))
+
+
+@pytest.mark.parametrize("tokens", [2**31 + 5, 2**32 + 1, -(2**31) - 1])
+def test_numpy_integers_that_int32_does_not_hold(tokens):
+    state = h2o_jax.init_state(CONFIG, POLICY)
+    with pytest.raises(ValueError, match=f"^num_tokens: expected values that int32 holds, got .*{tokens}"):
+        h2o_jax.extend(state.table, np.array([1, tokens, 1]))
+    _, ok = h2o_jax.extend(state.table, np.array([1, 2, 1]))
+    assert ok.all()
+
+
+@pytest.mark.parametrize("name", [name for name in GOOD if name not in ("extend", "release")])
+def test_compiled_kernels_need_a_gpu(name):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    with pytest.raises(NotImplementedError, match="^implementation: 'pallas' needs a CUDA GPU, .* backend is cpu"):
+        call(name, implementation="pallas")

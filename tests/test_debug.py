@@ -73,6 +73,23 @@ def test_a_length_past_the_row(checked):
     fails(checked, "layer 3, table.seq_lens, row 1: expected 0 to 16, got 17", table=table)
 
 
+@pytest.mark.parametrize("num_tokens", [-1, 3, 11])
+def test_tokens_that_are_not_there(num_tokens):
+    """More than were given, or than the row's length."""
+    state = h2o_jax.init_state(CONFIG, POLICY)
+    table, _ = h2o_jax.extend(state.table, jnp.array([10, 2], jnp.int32))
+    new = jnp.ones((ROWS, 10 if num_tokens == 3 else 2, KV_HEADS, SIZE))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"row 1: num_tokens: expected 0 to 2, .*, got {num_tokens}"):
+        write = jax.jit(lambda n: h2o_jax.write_tokens(state.layers[0], table, new, new, n, policy=POLICY))
+        jax.block_until_ready(write(jnp.array([1, num_tokens], jnp.int32)))
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "No", "off"])
+def test_what_turns_it_off(value, monkeypatch):
+    monkeypatch.setenv("H2O_JAX_DEBUG", value)
+    assert not debug.enabled()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_score_that_is_not_finite(checked, value):
     cache, table = checked[1][:2]

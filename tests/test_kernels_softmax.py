@@ -157,6 +157,16 @@ def test_logits_beyond_float16(implementation, group):
     check(accumulate(arrays, case, implementation)[1], arrays, case)
 
 
+@pytest.mark.parametrize("implementation", BOTH)
+def test_queries_of_a_group_may_differ_in_size(implementation):
+    """float16 lacks the range for both, so each query has a scale of its own."""
+    case = Case("sizes", group_size=2, dtype="float16", q_dtype="float32", windows=((0, 40),), decay=0.0)
+    arrays = make(case)
+    arrays["q"] = arrays["q"] * jnp.asarray([1e8, 1e-4, 1e-4, 1e8])[None, :, None]
+    arrays["k_pool"] = arrays["k_pool"] * 1e4
+    check(accumulate(arrays, case, implementation)[1], arrays, case)
+
+
 @pytest.mark.parametrize("implementation", [pytest.param(GPU, marks=GPU_MARKS)])
 def test_repeats_are_equal(implementation):
     case = next(case for case in LARGE_CASES if case.id == "bench-b1-m131072-bf16-max")

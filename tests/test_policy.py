@@ -5,6 +5,7 @@ Letters: B request rows, M pages_per_request, P page_size, Hq/Hkv heads, D head_
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -333,8 +334,104 @@ def test_whole_numbers_are_scores(implementation):
 
 @pytest.mark.parametrize("shape", [(1, 12), (1, 2, 11), (1, 1, 12), (2, 2, 12), (1, 2, 12, 1)])
 def test_scores_of_a_wrong_shape(shape):
-    with pytest.raises(ValueError, match=r"score\(\) of the policy: expected shape \[B, Hkv, M\] = \[1, 2, 12\]"):
+    with pytest.raises(ValueError, match=r"score\(\) of Fixed: expected shape \[B, Hkv, M\] = \[1, 2, 12\]"):
         jax.eval_shape(functools.partial(select_by, implementation=None), jnp.zeros(shape))
+
+
+def step_of(**methods):
+    """Writes 3 tokens and decodes one, by a policy of these methods and attributes, from an empty state."""
+    cls = dataclasses.dataclass(frozen=True)(type("Mine", (h2o_jax.Policy,), methods))
+    policy = cls(top_k=1, reserved_eos=1)
+    config = h2o_jax.CacheConfig(1, 1, 4, 2, 8, 1, 8, jnp.float32)
+    state = h2o_jax.init_state(config, policy)
+    table, _ = h2o_jax.extend(state.table, jnp.array([9], jnp.int32))
+    cache = h2o_jax.write_tokens(state.layers[0], table, *jnp.ones((2, 1, 9, 1, 4)), np.array([9]), policy=policy)
+    return h2o_jax.select_pages(cache, table, jnp.ones((1, 2, 4)), policy=policy)
+
+
+def zeros(cache, table):
+    return jnp.zeros((table.pages.shape[0], cache.k.shape[1], table.pages.shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({"summary_kinds": "mean"}, "Mine.summary_kinds: expected a tuple of ('mean', 'max', 'min'), got 'mean'"),
+        ({"summary_kinds": ("median",)}, "Mine.summary_kinds: expected a tuple of ('mean', 'max', 'min'), got"),
+        ({"init_aux": lambda self, config: None}, "init_aux() of Mine: expected a dict, got a NoneType"),
+        (
+            {"init_aux": lambda self, config: {"age": jnp.zeros(3)}},
+            "init_aux() of Mine: expected 'age' of shape [8, ...], got [3]",
+        ),
+        ({"init_aux": lambda self, config: {"age": 0}}, "expected 'age' of shape [8, ...], got int"),
+        (
+            {"summary_kinds": ("mean",), "init_aux": lambda self, config: {}},
+            "init_aux() of Mine: expected 'summaries' for summary_kinds",
+        ),
+        ({"on_write": lambda self, *_: None}, "on_write() of Mine: expected a LayerCache, got a NoneType"),
+        (
+            {"score": lambda self, cache, table, *_, **__: zeros(cache, table)},
+            "score() of Mine: expected (cache, scores), got a ArrayImpl",
+        ),
+        (
+            {"score": lambda self, cache, table, *_, **__: (table, zeros(cache, table))},
+            "score() of Mine, cache: expected a LayerCache, got a PageTable",
+        ),
+        (
+            {"score": lambda self, cache, table, *_, **__: (cache, 1j * zeros(cache, table))},
+            "score() of Mine: expected real scores, got dtype complex64",
+        ),
+        ({"budget": lambda self, pages: 7}, "budget() of Mine: expected 3 or M, got 7"),
+    ],
+)
+def test_what_a_policy_of_ones_own_must_keep_to(methods, message):
+    good = {"score": lambda self, cache, table, *_, **__: (cache, zeros(cache, table))}
+    _, chosen = step_of(**good)
+    assert chosen.pages[0, 0].tolist() == [0, 1, 4]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step_of(**good | methods)
+
+
+def test_options_that_can_not_be_hashed():
+    @dataclasses.dataclass(frozen=True)
+    class Weighted(h2o_jax.Policy):
+        weights: list = dataclasses.field(default_factory=list)
+
+    with pytest.raises(ValueError, match="^policy: expected hashable options, got .*Weighted"):
+        h2o_jax.init_state(h2o_jax.CacheConfig(1, 1, 4, 2, 8, 1, 8), Weighted(top_k=1))
+
+
+@pytest.mark.parametrize("name", [3, "", h2o_jax.Policy])
+def test_a_policy_is_registered_under_a_name(name):
+    before = h2o_jax.list_policies()
+    with pytest.raises(ValueError, match="^register_policy: expected a name, .*, got"):
+        h2o_jax.register_policy(name)
+    assert h2o_jax.list_policies() == before
+
+
+def test_dense_layers_are_a_set():
+    assert make("h2o_sparse_attention", top_k=2, dense_layers=[2, 0, 2]).dense_layers == (0, 2)
+
+
+def test_what_a_policy_declares_may_depend_on_x64():
+    @dataclasses.dataclass(frozen=True)
+    class Age(h2o_jax.Policy):
+        def init_aux(self, config):
+            return {"age": jnp.zeros(config.num_pages)}
+
+        def score(self, cache, table, q, window, *, implementation=None):
+            return cache, zeros(cache, table)
+
+    def out():
+        policy = Age(top_k=1)
+        state = h2o_jax.init_state(h2o_jax.CacheConfig(1, 1, 4, 2, 8, 1, 8, "float32"), policy)
+        table, _ = h2o_jax.extend(state.table, jnp.ones(1, jnp.int32))
+        one = jnp.ones((1, 1, 4), jnp.float32)
+        return h2o_jax.decode_attention(state.layers[0], table, one, one, one, policy=policy)[1]
+
+    np.testing.assert_array_equal(out(), 1)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(out(), 1)
 
 
 def test_numpy_integers_are_integers():

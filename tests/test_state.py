@@ -214,7 +214,13 @@ def test_check_state_names_a_wrong_array_of_the_table(state, name, array, messag
         ({"k": jnp.zeros((10, 2, 4, 9))}, "layers[1].k: expected float32[10, 2, 4, 8], got float32[10, 2, 4, 9]"),
         ({"v": jnp.zeros((10, 2, 4, 8), jnp.bfloat16)}, "layers[1].v: expected float32[10, 2, 4, 8], got bfloat16"),
         ({"aux": {"summaries": jnp.zeros((9, 2, 3, 8))}}, "layers[1].aux['summaries']: expected float32[10, 2, 3, 8]"),
-        ({"aux": {"mine": jnp.zeros(())}}, "layers[1].aux['mine']: expected float32[10]"),
+        ({"summary_kinds": (), "aux": {"mine": jnp.zeros(())}}, "layers[1].aux['mine']: expected float32[10]"),
+        ({"aux": {}}, "layers[1].aux: expected 'summaries' for ('mean', 'max', 'min'), got []"),
+        ({"aux": {"summaries": jnp.zeros((10, 2, 3, 8), int)}}, "layers[1].aux['summaries']: expected float32[10"),
+        (
+            {"summary_kinds": (), "aux": {"hh_score": jnp.zeros((10, 2, 4), int)}},
+            "layers[1].aux['hh_score']: expected dtype bfloat16 or float16 or float32, got int32",
+        ),
     ],
 )
 def test_check_state_names_a_wrong_array_of_a_layer(state, changes, message):

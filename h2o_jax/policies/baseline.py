@@ -14,9 +14,9 @@ class SinkRecentPolicy(Policy):
     least_top_k = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.top_k != 0:
             raise ValueError(f"top_k: expected 0, since sink_recent_attention scores nothing, got {self.top_k!r}")
-        super().__post_init__()
 
 
 @register_policy("dense_attention")

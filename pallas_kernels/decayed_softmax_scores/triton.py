@@ -26,6 +26,7 @@ from pallas_kernels._triton import (
     pallas_call,
     power_of_two_pieces,
     store_rows,
+    without_derivative,
 )
 
 # Chunks that are joined at once, one a thread: the order of additions depends on both, and would on the strides of
@@ -68,6 +69,7 @@ def default_tiles(key_bytes: int) -> Tiles:
     return Tiles(tokens=tokens, tiles=512 // tokens)
 
 
+@without_derivative
 def decayed_softmax_scores(
     q,
     k_pool,

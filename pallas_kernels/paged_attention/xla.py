@@ -16,8 +16,8 @@ def paged_attention(q, k_pool, v_pool, pages, seq_lens, selected, counts, *, sca
     head = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
     keys = k_pool.at[page, head].get(mode="fill", fill_value=0).astype(jnp.float32)  # [B, Hkv, W, P, D]
     values = v_pool.at[page, head].get(mode="fill", fill_value=0).astype(jnp.float32)
-    # An unused slot may hold NaN, and 0 * NaN is NaN: its weight of 0 is not enough.
-    values = jnp.where(valid[..., None], values, 0)
+    # An unused slot may hold NaN, and 0 * NaN is NaN: a weight of 0 is not enough, nor for keys when differentiating.
+    keys, values = (jnp.where(valid[..., None], x, 0) for x in (keys, values))
 
     groups = group_queries(q, num_kv_heads)  # [B, Hkv, G, D]
     logits = scale * jnp.einsum("bhgd,bhwpd->bhgwp", groups, keys, precision=Precision.HIGHEST)

@@ -23,7 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels._triton import load_rows, load_window, next_power_of_two, pallas_call, store_rows
+from pallas_kernels._triton import (
+    load_rows,
+    load_window,
+    next_power_of_two,
+    pallas_call,
+    store_rows,
+    without_derivative,
+)
 from pallas_kernels.top_k_pages.keys import ABSENT, LOWEST, order_preserving_key
 
 MOST_ENTRIES = 32768  # of a program, since two counts share an int32
@@ -61,6 +68,7 @@ class Tiles:
         return min(16, max(4, entries // self.warp))
 
 
+@without_derivative
 def top_k_pages(
     scores, start, stop, in_use, *, k, reserved, filler, interpret: bool, tiles: Tiles | None = None
 ):
