@@ -46,11 +46,16 @@ __all__ = [
 ]
 
 
+_ON_FIRST_USE = ("generate", "linen", "models", "nnx", "reference", "viz")  # most of them need flax
+
 if not typing.TYPE_CHECKING:  # to a type checker, every name would be there
 
     def __getattr__(name: str) -> typing.Any:
-        if name == "generate":  # on first use, since it needs flax
-            return importlib.import_module("h2o_jax.generate")
-        if name == "Server":  # likewise
+        if name in _ON_FIRST_USE:
+            return importlib.import_module(f"h2o_jax.{name}")
+        if name == "Server":
             return importlib.import_module("h2o_jax.serving").Server
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_ON_FIRST_USE})

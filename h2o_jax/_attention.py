@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from h2o_jax.decode import decode_attention
-from h2o_jax.policy import is_integer
+from h2o_jax.policy import is_integer, require_policy
 from h2o_jax.prefill import prefill_attention
-from pallas_kernels._checks import check_row_ints, check_shape
+from h2o_jax.state import LayerCache, PageTable
+from pallas_kernels._checks import check_kind, check_row_ints, check_shape
 
 # Arguments of Flax's attention modules (NNX's, Linen's or both) that replace a part of its arithmetic.
 _CUSTOM_MATH = (
@@ -76,8 +77,13 @@ def check_call(cache, table, x, num_tokens, policy, *, in_features, num_kv_heads
     """Raises unless the arguments of a call fit each other and the module."""
     if policy is None:
         raise ValueError("policy: expected one from the constructor or the call; got None in both")
+    require_policy(policy)
+    check_kind("cache", cache, LayerCache)
+    check_kind("table", table, PageTable)
     if x.ndim != 3 or x.shape[-1] != in_features:
         raise ValueError(f"x: expected [B, T, {in_features}]; got shape {x.shape}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x: expected a floating dtype; got {x.dtype.name}")
     rows = x.shape[0]
     check_shape("table.seq_lens", table.seq_lens, (rows,), "[B] of x")
     check_row_ints(rows, num_tokens=num_tokens)

@@ -42,6 +42,7 @@ def check_policy(cache: LayerCache, policy: Policy) -> None:
     """Raises unless the cache holds the arrays that the policy declares."""
     require_policy(policy)
     name = type(policy).__name__
+    policy.check_page_size(cache.k.shape[2])
     if cache.summary_kinds != policy.summary_kinds:
         raise ValueError(
             f"cache: expected the summaries of {name}, {policy.summary_kinds}, "

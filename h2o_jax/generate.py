@@ -5,9 +5,11 @@ Letters: B request rows, T tokens of a chunk, V vocabulary, P page size.
 
 import dataclasses
 import functools
+import importlib
+import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -544,6 +546,11 @@ class _CallableModule(types.ModuleType):
     """`h2o_jax.generate` is this file and, as a public name of the package, the function in it."""
 
     __call__ = staticmethod(generate)
+    __signature__ = inspect.signature(generate)
+
+    def __reduce__(self) -> tuple[Callable[[str], types.ModuleType], tuple[str]]:
+        return importlib.import_module, (__name__,)
 
 
+__doc__ = generate.__doc__ or ""
 sys.modules[__name__].__class__ = _CallableModule

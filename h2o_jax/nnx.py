@@ -28,7 +28,7 @@ from h2o_jax._attention import (
     resolve_sizes,
     split_heads,
 )
-from h2o_jax.policy import Policy
+from h2o_jax.policy import Policy, require_policy
 from h2o_jax.rope import RotaryEmbedding
 from h2o_jax.state import LayerCache, PageTable
 
@@ -91,6 +91,8 @@ class H2OAttention(nnx.Module):
         out_bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
+        if policy is not None:
+            require_policy(policy)
         num_kv_heads, head_dim, out_features = resolve_sizes(
             in_features, num_heads, num_kv_heads, head_dim, out_features, rope
         )

@@ -83,6 +83,11 @@ class Policy:
         """The policy of one layer: the dense policy for `layer in dense_layers`, else this one."""
         return get_policy("dense_attention") if layer in self.dense_layers else self
 
+    def check_page_size(self, page_size: int) -> None:
+        """Raises ValueError unless the policy can run with pages of that many tokens."""
+        if self.page_size not in (None, page_size):
+            raise ValueError(f"page_size: {type(self).__name__} needs pages of {self.page_size} token, got {page_size}")
+
     def init_aux(self, config: CacheConfig) -> dict[str, jax.Array]:
         """The arrays this policy keeps for one layer, each with `num_pages` as its first axis.
 
@@ -93,10 +98,7 @@ class Policy:
         Raises:
             ValueError: the policy can't run with this page size.
         """
-        if self.page_size not in (None, config.page_size):
-            raise ValueError(
-                f"page_size: {type(self).__name__} needs pages of {self.page_size} token, got {config.page_size}"
-            )
+        self.check_page_size(config.page_size)
         if not self.summary_kinds:
             return {}
         shape = (config.num_pages, config.num_kv_heads, len(self.summary_kinds), config.head_dim)

@@ -554,3 +554,17 @@ def test_compiled_kernels_need_a_gpu(name):
         pytest.skip("there is one")
     with pytest.raises(NotImplementedError, match="^implementation: 'pallas' needs a CUDA GPU, .* backend is cpu"):
         call(name, implementation="pallas")
+
+
+def test_a_token_policy_with_a_cache_of_larger_pages():
+    with pytest.raises(ValueError, match="^page_size: H2OTokenPolicy needs pages of 1 token, got 4"):
+        call("select_pages", policy=TOKEN_POLICY)
+
+
+def test_numpy_integers_of_the_ops():
+    shapes = jax.eval_shape(
+        functools.partial(pallas_kernels.top_k_pages, k=np.int64(2), reserved=np.int32(3), filler=np.int64(9)),
+        *(array(3, 2, 8), ints(3), ints(3)),
+        in_use=ints(3),
+    )
+    assert shapes.shape == (3, 2, 5)

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -121,14 +122,33 @@ def test_public_names_are_documented(module):
         assert not doc.startswith(f"{name}("), f"{name} has no docstring of its own"
 
 
-@pytest.mark.parametrize("name", [n for n in h2o_jax.__all__ if inspect.isfunction(getattr(h2o_jax, n))])
+FUNCTIONS = [n for n in h2o_jax.__all__ if callable(f := getattr(h2o_jax, n)) and not inspect.isclass(f)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_public_functions_say_what_they_take_return_and_raise(name):
     function = getattr(h2o_jax, name)
     doc = inspect.getdoc(function)
+    assert pickle.loads(pickle.dumps(function)) is function
     for parameter in inspect.signature(function).parameters:
         assert parameter in doc, f"{name}: {parameter} is not described"
     if name not in ("list_policies", "page_summaries"):
         assert "Raises:" in doc, f"{name}: its errors are not described"
+
+
+def test_generate_is_a_function_as_well_as_a_file():
+    assert "generate" in FUNCTIONS and list(inspect.signature(h2o_jax.generate).parameters)[:2] == ["model", "prompts"]
+
+
+def test_what_flax_is_needed_for_comes_on_first_use():
+    """Listed by `dir` before, and there without an import of its own."""
+    code = """
+import h2o_jax
+assert {*h2o_jax.__all__, "linen", "models", "nnx", "reference", "viz"} <= {*dir(h2o_jax)}
+print(h2o_jax.models.load, h2o_jax.linen.H2OAttention, h2o_jax.nnx.H2OAttention, h2o_jax.reference.Request)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_public_surface():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 
 import jax
 
@@ -52,11 +53,11 @@ def top_k_pages(
     check_shape("scores", scores, (None, None, None), "[B, Hkv, M]")
     check_dtype("scores", scores, ("float32",))
     check_row_ints(scores.shape[0], start=start, stop=stop)
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
         raise ValueError(f"k: expected a positive integer, got {k!r}")
     if in_use is not None:
         check_row_ints(scores.shape[0], in_use=in_use)
-    if isinstance(reserved, bool) or not isinstance(reserved, int) or reserved < 0:
+    if isinstance(reserved, bool) or not isinstance(reserved, Integral) or reserved < 0:
         raise ValueError(f"reserved: expected an integer >= 0, got {reserved!r}")
     if reserved and in_use is None:
         raise ValueError(f"reserved: expected 0 without in_use, got {reserved}")
@@ -68,7 +69,7 @@ def top_k_pages(
         start,
         stop,
         in_use,
-        k=k,
-        reserved=reserved,
-        filler=scores.shape[2] if filler is None else filler,
+        k=int(k),
+        reserved=int(reserved),
+        filler=scores.shape[2] if filler is None else int(filler),
     )
