@@ -1,5 +1,6 @@
 """Files made to harm: each ends in a clear error that names it, soon, and without taking much memory."""
 
+import dataclasses
 import json
 import os
 import struct
@@ -9,7 +10,12 @@ import numpy as np
 import pytest
 
 from h2o_jax.models import Tokenizer, chat_template, load
+from h2o_jax.models.gguf import gguf_config
+from h2o_jax.models.gguf_file import open_gguf
+from h2o_jax.models.weights import Tensor
+from h2o_jax.rope import RopeScaling
 from tests import tiny_llama
+from tests.test_models import LLAMA3
 from tests.test_tokenizer import metadata
 
 gguf = pytest.importorskip("gguf")
@@ -46,6 +52,26 @@ def edit(path, **changes):
         ({"rope_theta": 10**400}, "rope_theta: expected a finite number; got 1000"),
         ({"rope_theta": float("inf")}, "rope_theta: expected a finite number; got inf"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps: expected a finite number; got 'small'"),
+        ({"rms_norm_eps": 1e300}, "norm_epsilon: expected a positive number in float32's range; got 1e"),
+        ({"rms_norm_eps": 1e-320}, "norm_epsilon: expected a positive number in float32's range; got 1e"),
+        ({"rope_theta": 5e-324}, "theta: expected a positive number in float32's range; got 5e-324"),
+        ({"head_dim": 2**16}, "head_dim: expected an even number from 2 to 32768; got 65536"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 5e-324}},
+            "factor: expected a positive number in float32's range; got 5e-324",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 10**400}},
+            r"original_max_position: expected a positive integer below 2\*\*31; got 1000",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 1e-300}},
+            "low_freq_factor: expected a positive number in float32's range; got 1e-300",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1e300}},
+            "high_freq_factor: expected a positive number in float32's range; got 1e.300",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling: expected an object; got 'linear'"),
         ({"rope_scaling": {"type": ["linear"]}}, r"rope_scaling: rope type \['linear'\] is not supported"),
         ({"layer_types": 1}, "layer_types: expected a list; got 1"),
@@ -64,6 +90,27 @@ def test_config_values(changes, message, directory):
     with pytest.raises(ValueError, match=message) as error:
         load(directory)
     assert str(directory) in str(error.value)
+
+
+def test_rope_factors_of_a_wrong_shape(tmp_path):
+    """They are read for the config, so before the shapes of the weights are checked."""
+    file = open_gguf(tiny_llama.write_gguf(tmp_path / "m.gguf", VALUES, tiny_llama.tensors(VALUES)))
+    for shape, head_dim in (((2**30,), 8), ((2, 2), 8), ((2**29,), 2**30)):
+        factors = Tensor(shape, lambda: pytest.fail("it was read"))
+        odd = dataclasses.replace(
+            file,
+            metadata=file.metadata
+            | {f"llama.{key}": head_dim for key in ("rope.dimension_count", "attention.key_length")}
+            | {"llama.attention.value_length": head_dim},
+            tensors=file.tensors | {"rope_freqs.weight": factors},
+        )
+        with pytest.raises(ValueError, match=r"rope_freqs.weight: expected shape \(4,\)|head_dim: expected an"):
+            gguf_config(odd)
+
+
+def test_message_of_rope_factors():
+    with pytest.raises(ValueError, match="^factors: expected a positive number in float32's range; got -1.0$"):
+        RopeScaling("factors", factors=(1.0, -1.0) * 10**6)
 
 
 def test_relative_paths(directory, monkeypatch):

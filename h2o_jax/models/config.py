@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from h2o_jax.models.files import typed
-from h2o_jax.rope import RopeScaling, RotaryEmbedding
+from h2o_jax.rope import RopeScaling, RotaryEmbedding, check_positive
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 # What transformers takes where a config.json has no max_position_embeddings.
@@ -97,8 +97,7 @@ class LlamaConfig:
             raise ValueError(
                 f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}; got {self.num_kv_heads}"
             )
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"norm_epsilon: expected a positive number; got {self.norm_epsilon!r}")
+        check_positive("norm_epsilon", self.norm_epsilon)
         self.rope()
 
     def rope(self) -> RotaryEmbedding:

@@ -1,5 +1,6 @@
 """The model in a GGUF file: config and tensors, under the names and in the layout of Hugging Face."""
 
+import dataclasses
 import re
 import reprlib
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from h2o_jax.models.config import LlamaConfig, refuse_window, required, unsupported_architecture
 from h2o_jax.models.files import typed
 from h2o_jax.models.gguf_file import GGUFFile
-from h2o_jax.models.weights import Tensor
+from h2o_jax.models.weights import Tensor, read_tensor
 from h2o_jax.rope import RopeScaling
 
 # Mistral files say "llama".
@@ -66,7 +67,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     embedding = tensors.get("token_embd.weight")
     if embedding is None or not embedding.shape:
         raise ValueError("token_embd.weight: expected in the file as a matrix; it is missing or a number")
-    return LlamaConfig(
+    config = LlamaConfig(
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
@@ -78,7 +79,6 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         max_position_embeddings=context,
         norm_epsilon=needed("attention.layer_norm_rms_epsilon", float),
         rope_theta=optional("rope.freq_base", float, 10000.0),
-        rope_scaling=_rope_scaling(file, architecture),
         # The format has no flag for it: a file without an output head is tied.
         tie_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
@@ -86,10 +86,11 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=architecture == "qwen3",
     )
+    return dataclasses.replace(config, rope_scaling=_rope_scaling(file, config))
 
 
-def _rope_scaling(file: GGUFFile, architecture: str) -> RopeScaling | None:
-    key = f"{architecture}.rope.scaling"
+def _rope_scaling(file: GGUFFile, config: LlamaConfig) -> RopeScaling | None:
+    key = f"{config.architecture}.rope.scaling"
     kind = typed(file.metadata, f"{key}.type", str, "none")
     if kind not in ("none", "linear"):
         raise ValueError(
@@ -98,7 +99,8 @@ def _rope_scaling(file: GGUFFile, architecture: str) -> RopeScaling | None:
     if _ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise ValueError(f"{key}.type: expected none beside {_ROPE_FACTORS}; got {kind!r}")
-        return RopeScaling("factors", factors=tuple(file.tensors[_ROPE_FACTORS].read().ravel().tolist()))
+        factors = read_tensor(_ROPE_FACTORS, file.tensors[_ROPE_FACTORS], (config.head_dim // 2,))
+        return RopeScaling("factors", factors=tuple(factors.tolist()))
     if kind == "linear":
         return RopeScaling("linear", typed(file.metadata, f"{key}.factor", float, 1.0))
     return None
