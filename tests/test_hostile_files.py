@@ -315,13 +315,13 @@ def sequence(kind, part, count):
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-BAD_PREFIX = {
-    "type": "BPE",
-    "vocab": {"a": 0, "é": 1},
-    "merges": ["a é"],
-    "continuing_subword_prefix": "日本",
-}
-TWICE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2}
+TEXT, SPECIAL = ({kind: {"id": "A", "type_id": 0}} for kind in ("Sequence", "SpecialToken"))
+TWICE = {"type": "TemplateProcessing", "single": [TEXT] * 2}
+
+
+def template(ids, tokens, **pieces):
+    special = {"A": {"id": "A", "ids": ids, "tokens": tokens}}
+    return {"type": "TemplateProcessing", "single": [TEXT], "pair": [], "special_tokens": special} | pieces
 
 
 @pytest.mark.parametrize(
@@ -332,9 +332,13 @@ TWICE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type
         ("normalizer", {"type": "Prepend", "prepend": "a" * 1000}),
         ("pre_tokenizer", sequence("pretokenizers", BYTE_LEVEL, 40)),
         ("post_processor", sequence("processors", TWICE, 40)),
+        ("post_processor", template([1] * 100, ["a"] * 100, single=[SPECIAL, TEXT, SPECIAL])),
+        ("post_processor", template([1] * 100, ["a"] * 100, pair=[TEXT, SPECIAL, TEXT])),
+        ("post_processor", template([1], ["a"] * 300)),
         ("decoder", sequence("decoders", sequence("decoders", replace("aa"), 7), 7)),
     ],
-    ids=["replace", "replacement", "prepend", "bytes", "template", "decoder"],
+    ids=["replace", "replacement", "prepend", "bytes", "template"]
+    + ["template ids", "template ids of a pair", "template tokens", "decoder"],
 )
 def test_tokenizer_that_fills_the_memory(name, part, directory):
     edit(directory / "tokenizer.json", **{name: part})
@@ -353,19 +357,44 @@ def test_tokenizer_that_fills_the_memory(name, part, directory):
         ),
         ({"normalizer": {"prepend": "a"}}, "expected an object with a type for each part; got"),
         ({"decoder": 3}, "expected an object with a type for each part; got 3"),
+        ({"model": None}, "model: expected an object; it is missing"),
+        ({"model": {"type": "BPE"}}, "expected a tokenizer of the `tokenizers` library: "),
         (
-            {
-                "model": {
-                    "type": "BPE",
-                    "vocab": {"a": 0, "é": 1},
-                    "merges": ["a é"],
-                    "continuing_subword_prefix": "日本",
-                }
-            },
-            "expected a tokenizer of the `tokenizers` library: range end index",
+            {"model": {"type": "BPE", "continuing_subword_prefix": "##"}},
+            "continuing_subword_prefix: expected none in a BPE; got '##'",
+        ),
+        (
+            {"model": {"type": "WordPiece", "continuing_subword_prefix": "#" * 10**6}},
+            "continuing_subword_prefix: expected at most 16 characters; got 1000000",
+        ),
+        (
+            {"model": {"type": "BPE", "end_of_word_suffix": "w" * 10**6}},
+            "end_of_word_suffix: expected at most 16 characters; got 1000000",
+        ),
+        (
+            {"model": {"type": "WordPiece", "max_input_chars_per_word": 2**62}},
+            "max_input_chars_per_word: expected at most 256; got 4611686018427387904",
+        ),
+        (
+            {"model": {"type": "Unigram", "vocab": [["a" * 10**6, -1.0]]}},
+            "vocab: expected tokens of at most 256 characters in a Unigram; got one of 1000000",
+        ),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "length: expected at least 1; got 0"),
+        (
+            {"post_processor": template([1], ["a" * 10**6])},
+            "special_tokens: expected texts of at most 1024 characters in all; got more",
+        ),
+        (
+            {"normalizer": sequence("normalizers", {"type": "NFKD"}, 10**5)},
+            "expected at most 64 normalizers, pre-tokenizers, post-processors and decoders; got 100003",
+        ),
+        (
+            {"decoder": sequence("decoders", sequence("decoders", {"type": "Fuse"}, 0), 100)},
+            "expected at most 64 normalizers, pre-tokenizers, post-processors and decoders; got 102",
         ),
     ],
-    ids=["precompiled", "no type", "number", "panic"],
+    ids=["precompiled", "no type", "number", "no model", "no vocabulary", "prefix", "long prefix", "suffix", "long words"]
+    + ["long token", "fixed length", "template text", "many parts", "many sequences"],
 )
 def test_tokenizer_parts(changes, message, directory):
     edit(directory / "tokenizer.json", **changes)
@@ -376,7 +405,6 @@ def test_tokenizer_parts(changes, message, directory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
         (
             {
                 "pre_tokenizer": {
@@ -390,7 +418,7 @@ def test_tokenizer_parts(changes, message, directory):
         ),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "z"}}, "Missing .UNK. token"),
     ],
-    ids=["panic", "regular expression", "no unknown token"],
+    ids=["panic", "no unknown token"],
 )
 def test_tokenizer_fails_on_a_text(changes, message, directory):
     edit(directory / "tokenizer.json", **changes)

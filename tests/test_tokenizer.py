@@ -256,7 +256,7 @@ def test_directory_errors(tmp_path):
     ):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="tokenizer.json: expected a tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer.json: model: expected an object; it is missing"):
         Tokenizer.from_directory(tmp_path)
 
 
