@@ -393,8 +393,8 @@ def test_tokenizer_that_fills_the_memory(name, part, directory):
             "expected at most 64 normalizers, pre-tokenizers, post-processors and decoders; got 102",
         ),
     ],
-    ids=["precompiled", "no type", "number", "no model", "no vocabulary", "prefix", "long prefix", "suffix", "long words"]
-    + ["long token", "fixed length", "template text", "many parts", "many sequences"],
+    ids=["precompiled", "no type", "number", "no model", "no vocabulary", "prefix", "long prefix", "suffix"]
+    + ["long words", "long token", "fixed length", "template text", "many parts", "many sequences"],
 )
 def test_tokenizer_parts(changes, message, directory):
     edit(directory / "tokenizer.json", **changes)
@@ -462,6 +462,7 @@ def test_tokenizer_config(changes, message, directory):
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "was stopped"),
         ("{{ 9 ** (9 ** 9) }}", "was stopped"),
         ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+        ("{{ 'ab ' * 10 ** 7 }}", "makes a text of more than 4194304 characters of them"),
         ("{{ '%9999999999d' % 1 }}", "MemoryError"),
         ("{{ 'a' | center(10 ** 10) }}", "MemoryError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -477,6 +478,18 @@ def test_tokenizer_config(changes, message, directory):
 def test_chat_template(source, message):
     with pytest.raises(ValueError, match=f"messages: the model's chat template .*{message}"):
         chat_template.render(source, {"messages": MESSAGES})
+
+
+def test_refusal_of_a_chat_template():
+    """Its text may be long, of many lines, or meant for the terminal."""
+    with pytest.raises(ValueError) as error:
+        chat_template.render("{{ raise_exception('a\nb\x1b[31m\u202e' * 10 ** 6) }}", {})
+    text = str(error.value)
+    assert text.startswith(
+        r"messages: the model's chat template refuses them: TemplateError: a\nb\x1b[31m\u202ea\nb"
+    )
+    assert text.isprintable() and len(text) < 10_000
+
 
 
 def test_messages_that_are_not_json(directory):

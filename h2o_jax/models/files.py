@@ -11,6 +11,8 @@ from typing import Any
 # In bytes. What Python builds from JSON takes up to 20 times its size.
 MOST_TEXT = 8 << 20
 
+_MOST_MESSAGE = 1000  # characters
+
 _KINDS = {
     int: "a whole number",
     float: "a finite number",
@@ -19,6 +21,15 @@ _KINDS = {
     list: "a list",
     dict: "an object",
 }
+
+
+def one_line(text: object) -> str:
+    """`str(text)` as a message can hold it, whatever a file says: with at most _MOST_MESSAGE of its characters,
+    and escapes for line ends and all else that a terminal would not show but obey."""
+    text, half = str(text), _MOST_MESSAGE // 2
+    if len(text) > _MOST_MESSAGE:
+        text = f"{text[:half]} ... {text[-half:]}"
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 class FileError(ValueError):
