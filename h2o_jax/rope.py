@@ -26,10 +26,9 @@ def check_positive(name: str, value: Any) -> None:
     Raises:
         ValueError: it is something else.
     """
-    if not isinstance(value, numbers.Real) or not _LEAST <= value <= _MOST:
-        raise ValueError(
-            f"{name}: expected a positive number in float32's range; got {reprlib.repr(value)}"
-        )
+    is_real = isinstance(value, numbers.Real)
+    if not is_real or not _LEAST <= value <= _MOST:
+        raise ValueError(f"{name}: expected a positive number in float32's range; got {reprlib.repr(value)}")
 
 
 @dataclasses.dataclass(frozen=True)

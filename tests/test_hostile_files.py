@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from h2o_jax.models import Tokenizer, chat_template, load
-from h2o_jax.models.gguf import gguf_config
+from h2o_jax.models.gguf import gguf_config, gguf_tensors
 from h2o_jax.models.gguf_file import open_gguf
-from h2o_jax.models.weights import Tensor
+from h2o_jax.models.weights import Tensor, load_weights
 from h2o_jax.rope import RopeScaling
 from tests import tiny_llama
 from tests.test_models import LLAMA3
@@ -108,6 +108,70 @@ def test_rope_factors_of_a_wrong_shape(tmp_path):
             gguf_config(odd)
 
 
+HOSTILE = "\x1b[2J\n\u202e" * 10**5
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"rope_parameters": {f"{HOSTILE[:9]}{i}": {} for i in range(10**4)}}),
+        ("config.json", {"layer_types": [f"{HOSTILE[:9]}{i}" for i in range(10**5)]}),
+        ("model.safetensors.index.json", {"weight_map": {HOSTILE: "missing"}}),
+        ("model.safetensors.index.json", {"weight_map": {HOSTILE: 3}}),
+        ("model.safetensors.index.json", {"weight_map": {HOSTILE: "model-00001-of-00002.safetensors"}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": HOSTILE[:30]}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "x" * 10**5}}),
+        ("tokenizer_config.json", {"bos_token": HOSTILE}),
+        ("tokenizer.json", {"version": HOSTILE}),
+    ],
+    ids=["rope", "layers", "no shard", "shard type", "tensor", "shard", "long shard", "token", "version"],
+)
+def test_message_of_a_directory(name, changes, directory):
+    """It is short and on one line, whatever texts of a file it tells."""
+    edit(directory / name, **changes)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        load(directory)
+    assert_short(error.value, directory)
+
+
+def assert_short(error, path):
+    text = str(error)
+    assert text.startswith(str(path)) and text.isprintable() and len(text) < 12_000
+
+
+@pytest.mark.parametrize("name", ["tensor", "key", "dimensions", "merge", "alignment", "dtype"])
+def test_message_of_a_tensor_file(name, directory, tmp_path):
+    path = tmp_path / "m.gguf"
+    if name in ("merge", "tensor"):
+        tiny_llama.write_gguf(path, VALUES, tiny_llama.tensors(VALUES))
+        file = open_gguf(path)
+        if name == "merge":
+            with pytest.raises(ValueError) as error:
+                Tokenizer.from_gguf(file.metadata | {"tokenizer.ggml.merges": [HOSTILE]})
+            return assert_short(error.value, "tokenizer.ggml.merges")
+        config, tensors = gguf_config(file), gguf_tensors(file, gguf_config(file))
+        with pytest.raises(ValueError) as error:
+            load_weights(config, tensors | {HOSTILE: Tensor((), lambda: pytest.fail("read"))}, np.float32)
+        return assert_short(error.value, "tensors: expected")
+    if name == "key":
+        write_header(path, 2 * (text(HOSTILE) + struct.pack("<II", 4, 0)), num_values=2)
+    elif name == "dimensions":
+        write_header(path, tensors=tensor(HOSTILE, [1] * 5, 0), num_tensors=1)
+    elif name == "alignment":
+        write_header(path, text("general.alignment") + struct.pack("<I", 8) + text(HOSTILE), num_values=1)
+    else:
+        path = directory
+        for shard in directory.glob("model*"):
+            shard.unlink()
+        values = {"shape": [], "dtype": HOSTILE, "data_offsets": [0, 4]}
+        header = json.dumps({"x": values}).encode()
+        content = struct.pack("<Q", len(header)) + header + bytes(4)
+        (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        load(path)
+    assert_short(error.value, path)
+
+
 def test_message_of_rope_factors():
     with pytest.raises(ValueError, match="^factors: expected a positive number in float32's range; got -1.0$"):
         RopeScaling("factors", factors=(1.0, -1.0) * 10**6)
@@ -185,7 +249,8 @@ def test_long_safetensors_header(directory):
 
 
 def text(value):
-    return struct.pack("<Q", len(value)) + value.encode()
+    content = value.encode()
+    return struct.pack("<Q", len(content)) + content
 
 
 def write_header(path, values=b"", tensors=b"", num_values=0, num_tensors=0, data=b""):
@@ -423,7 +488,8 @@ def test_tokenizer_parts(changes, message, directory):
 def test_tokenizer_fails_on_a_text(changes, message, directory):
     edit(directory / "tokenizer.json", **changes)
     tokenizer = load(directory)[1]
-    with pytest.raises(ValueError, match=f"text: the model's tokenizer cannot encode it: .*{message}"):
+    expected = f"{directory}: text: the model's tokenizer cannot encode it: .*{message}"
+    with pytest.raises(ValueError, match=expected):
         tokenizer.encode("a" * 40 + "b")
 
 
@@ -433,7 +499,7 @@ def test_decoder_fails(directory):
     )
     tokenizer = load(directory)[1]
     with pytest.raises(
-        ValueError, match="ids: the model's tokenizer cannot decode them: index out of bounds"
+        ValueError, match=f"{directory}: ids: the model's tokenizer cannot decode them: index out of bounds"
     ):
         tokenizer.decode(tokenizer.encode("h"))
 
@@ -490,6 +556,13 @@ def test_refusal_of_a_chat_template():
     )
     assert text.isprintable() and len(text) < 10_000
 
+
+
+def test_errors_of_a_chat_template_name_the_files(directory, tmp_path):
+    for path in (directory, tiny_llama.write_gguf(tmp_path / "m.gguf", VALUES, tiny_llama.tensors(VALUES))):
+        tokenizer = dataclasses.replace(load(path)[1], chat_template="{{ 1 / 0 }}")
+        with pytest.raises(ValueError, match=f"^{path}: messages: the model's chat template refuses them: Zero"):
+            tokenizer.apply_chat_template(MESSAGES)
 
 
 def test_messages_that_are_not_json(directory):

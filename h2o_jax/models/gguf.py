@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from h2o_jax.models.config import LlamaConfig, refuse_window, required, unsupported_architecture
-from h2o_jax.models.files import typed
+from h2o_jax.models.files import one_line, typed
 from h2o_jax.models.gguf_file import GGUFFile
 from h2o_jax.models.weights import Tensor, read_tensor
 from h2o_jax.rope import RopeScaling
@@ -108,8 +108,12 @@ def _rope_scaling(file: GGUFFile, config: LlamaConfig) -> RopeScaling | None:
 
 def gguf_tensors(file: GGUFFile, config: LlamaConfig) -> dict[str, Tensor]:
     """The file's tensors under Hugging Face names. A name without a counterpart stays as it is, for the
-    loader to report."""
-    tensors = {}
+    loader to report.
+
+    Raises:
+        ValueError: two tensors that have the same name there.
+    """
+    tensors: dict[str, Tensor] = {}
     for name, tensor in file.tensors.items():
         if name == _ROPE_FACTORS:
             continue
@@ -119,7 +123,10 @@ def gguf_tensors(file: GGUFFile, config: LlamaConfig) -> dict[str, Tensor]:
                 tensor = _unpermuted(tensor, config.num_heads)
             elif kind == "attn_k":
                 tensor = _unpermuted(tensor, config.num_kv_heads)
-        tensors[_hf_name(name)] = tensor
+        name = _hf_name(name)
+        if name in tensors:
+            raise ValueError(f"tensors: expected one {one_line(name)}; got two, under other names")
+        tensors[name] = tensor
     return tensors
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_jax.models._optional import require
-from h2o_jax.models.files import errors_name, read_json, typed
+from h2o_jax.models.files import errors_name, one_line, read_json, typed
 
 # In bytes: 32 MB hold 300 thousand tokens and their merges.
 _MOST_TEXT = 32 << 20
@@ -31,7 +31,7 @@ def backend_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{what}: {one_line(error)}") from error
 
 
 def read_backend(path: Path) -> Any:

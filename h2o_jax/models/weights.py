@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from h2o_jax.models.config import LlamaConfig
+from h2o_jax.models.files import one_line
 from h2o_jax.models.llama import Llama
 
 # Tables some old checkpoints carry; the model computes its own.
@@ -122,7 +123,7 @@ def _check_names(config: LlamaConfig, names: Collection[str], tensors: Mapping[s
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return one_line(", ".join(names[:5])) + more
 
 
 def _check_shape(name: str, got: Sequence[int], expected: Sequence[int]) -> None:
