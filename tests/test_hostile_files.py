@@ -347,6 +347,11 @@ def test_gguf_values(extra, message, tmp_path):
         ({"tokens": "x"}, "tokenizer.ggml.tokens: expected a list; got 'x'"),
         ({"merges": np.zeros(3)}, r"tokenizer.ggml.merges: expected a list; got array\("),
         ({"token_type": 3}, r"tokenizer.ggml.token_type: expected \d+ entries; got 1"),
+        # As an array of texts they would take 400 GB.
+        (
+            {"token_type": ["x" * 10**6] + [""] * 10**5},
+            r"tokenizer.ggml.token_type: expected \d+ entries; got 100001",
+        ),
         ({"eos_token_id": "x"}, "tokenizer.ggml.eos_token_id: expected a whole number; got 'x'"),
         ({"add_bos_token": 2}, "tokenizer.ggml.add_bos_token: expected true or false; got 2"),
     ],

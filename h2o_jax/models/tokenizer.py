@@ -130,7 +130,7 @@ class Tokenizer:
             )
         tokens, merges = (_texts(metadata, f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
         types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-        types = np.atleast_1d(types).tolist()
+        types = list(types) if isinstance(types, (list, np.ndarray)) else [types]
         if len(types) != len(tokens):
             raise ValueError(f"tokenizer.ggml.token_type: expected {len(tokens)} entries; got {len(types)}")
         ids = {name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom")}
