@@ -37,8 +37,8 @@ def backend_errors(what: str) -> Iterator[None]:
 def read_backend(path: Path) -> Any:
     """The `tokenizers.Tokenizer` of a file.
 
-    What remains to the file is the time of its regular expressions: one that was written to harm can take seconds
-    for a thousand characters, and the library does not stop for Ctrl-C.
+    The time of the file's regular expressions has no limit here: one written to harm can take a minute for a
+    thousand characters, during which the library does not see Ctrl-C.
 
     Raises:
         OSError: there is no such file, or the system refuses it.
