@@ -405,10 +405,11 @@ def template(ids, tokens, **pieces):
         ("post_processor", template([1] * 100, ["a"] * 100, single=[SPECIAL, TEXT, SPECIAL])),
         ("post_processor", template([1] * 100, ["a"] * 100, pair=[TEXT, SPECIAL, TEXT])),
         ("post_processor", template([1], ["a"] * 300)),
+        ("post_processor", template([], [], single=[TEXT] * 300)),
         ("decoder", sequence("decoders", sequence("decoders", replace("aa"), 7), 7)),
     ],
     ids=["replace", "replacement", "prepend", "bytes", "template"]
-    + ["template ids", "template ids of a pair", "template tokens", "decoder"],
+    + ["template ids", "template ids of a pair", "template tokens", "template texts", "decoder"],
 )
 def test_tokenizer_that_fills_the_memory(name, part, directory):
     edit(directory / "tokenizer.json", **{name: part})

@@ -19,7 +19,7 @@ _MOST_SPECIAL = 1 << 10  # characters
 # Characters that the library looks at from each character of a text. Without such a limit its time grows with
 # the square of a text's length.
 _MOST_WORD = 256
-_MOST_AFFIX = 16
+_MOST_AFFIX = 16  # characters, which the library adds to each part of a word or to each word
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def _most_ids(special: dict[str, Any]) -> int:
     # Each piece of the template copies them.
     if sum(len(text) for texts in lists for text in texts if isinstance(text, str)) > _MOST_SPECIAL:
         raise ValueError(f"special_tokens: expected texts of at most {_MOST_SPECIAL} characters in all; got more")
-    return max(map(len, lists), default=1)
+    return max([1, *map(len, lists)])
 
 
 def _check_model(values: dict[str, Any]) -> None:
