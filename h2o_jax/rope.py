@@ -6,12 +6,29 @@ Letters: B rows, T tokens, H heads, D head_dim.
 
 import dataclasses
 import math
+import numbers
+import reprlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 _KINDS = ("linear", "llama3", "factors")
+_LEAST, _MOST = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+_MOST_HEAD_DIM = 1 << 15
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Checks that a setting is a positive number that float32 neither rounds to 0 or infinity nor holds with
+    less than its precision.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    is_real = isinstance(value, numbers.Real)
+    if not is_real or not _LEAST <= value <= _MOST:
+        raise ValueError(f"{name}: expected a positive number in float32's range; got {reprlib.repr(value)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +57,20 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ValueError(f"kind: expected one of {', '.join(_KINDS)}; got {self.kind!r}")
-        if not self.factor > 0:
-            raise ValueError(f"factor: expected a positive number; got {self.factor!r}")
-        if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor > 0:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check_positive(name, getattr(self, name))
+        if not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(
-                "low_freq_factor, high_freq_factor: expected 0 < low < high; got "
+                "low_freq_factor, high_freq_factor: expected low < high; got "
                 f"{self.low_freq_factor!r}, {self.high_freq_factor!r}"
             )
-        if self.kind == "llama3" and not self.original_max_position > 0:
-            raise ValueError(f"original_max_position: expected > 0; got {self.original_max_position!r}")
-        if any(not factor > 0 for factor in self.factors):
-            raise ValueError(f"factors: expected positive numbers; got {self.factors!r}")
+        if not isinstance(self.original_max_position, int) or not 1 <= self.original_max_position < 2**31:
+            raise ValueError(
+                "original_max_position: expected a positive integer below 2**31; got "
+                f"{reprlib.repr(self.original_max_position)}"
+            )
+        for factor in self.factors:
+            check_positive("factors", factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +83,7 @@ class RotaryEmbedding:
         scaling: optional stretch of the frequencies.
 
     Raises:
-        ValueError: an odd or non-positive head_dim, a theta that is not positive, or `scaling.factors`
+        ValueError: a head_dim that is odd or out of range, a theta that is not positive, or `scaling.factors`
             of another length than D/2.
     """
 
@@ -72,10 +92,11 @@ class RotaryEmbedding:
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number >= 2; got {self.head_dim!r}")
-        if not self.theta > 0:
-            raise ValueError(f"theta: expected a positive number; got {self.theta!r}")
+        if not 2 <= self.head_dim <= _MOST_HEAD_DIM or self.head_dim % 2:
+            raise ValueError(
+                f"head_dim: expected an even number from 2 to {_MOST_HEAD_DIM}; got {self.head_dim!r}"
+            )
+        check_positive("theta", self.theta)
         if self.scaling is not None and self.scaling.kind == "factors":
             if len(self.scaling.factors) != self.head_dim // 2:
                 raise ValueError(

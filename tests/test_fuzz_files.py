@@ -79,7 +79,7 @@ def check(model, changes):
         try:
             _, tokenizer = load(path)
         except (ValueError, OSError) as error:
-            assert str(path) in str(error)
+            assert str(path) in str(error) and str(error).isprintable() and len(str(error)) < 12_000
             return
         use(tokenizer)
     finally:
@@ -259,7 +259,10 @@ FIELDS = {
     "delimiter": st.sampled_from([" ", "ab"]),
     "single": PIECES,
     "pair": PIECES,
-    "special_tokens": st.sampled_from([{}, {"z": {"id": "z", "ids": [2**32 - 1], "tokens": ["z"]}}]),
+    "special_tokens": st.sampled_from(
+        [{}, {"z": {"id": "z", "ids": [2**32 - 1], "tokens": ["z"]}}]
+        + [{"z": {"id": "z", "ids": [1] * count, "tokens": ["z"] * count}} for count in (100, 10**4)]
+    ),
     "individual_digits": st.booleans(),
     "length": st.sampled_from([0, 1, 2**63]),
     "start": st.sampled_from([0, 1, 2**60]),

@@ -1,5 +1,6 @@
 """Files made to harm: each ends in a clear error that names it, soon, and without taking much memory."""
 
+import dataclasses
 import json
 import os
 import struct
@@ -9,7 +10,12 @@ import numpy as np
 import pytest
 
 from h2o_jax.models import Tokenizer, chat_template, load
+from h2o_jax.models.gguf import gguf_config, gguf_tensors
+from h2o_jax.models.gguf_file import open_gguf
+from h2o_jax.models.weights import Tensor, load_weights
+from h2o_jax.rope import RopeScaling
 from tests import tiny_llama
+from tests.test_models import LLAMA3
 from tests.test_tokenizer import metadata
 
 gguf = pytest.importorskip("gguf")
@@ -46,6 +52,26 @@ def edit(path, **changes):
         ({"rope_theta": 10**400}, "rope_theta: expected a finite number; got 1000"),
         ({"rope_theta": float("inf")}, "rope_theta: expected a finite number; got inf"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps: expected a finite number; got 'small'"),
+        ({"rms_norm_eps": 1e300}, "norm_epsilon: expected a positive number in float32's range; got 1e"),
+        ({"rms_norm_eps": 1e-320}, "norm_epsilon: expected a positive number in float32's range; got 1e"),
+        ({"rope_theta": 5e-324}, "theta: expected a positive number in float32's range; got 5e-324"),
+        ({"head_dim": 2**16}, "head_dim: expected an even number from 2 to 32768; got 65536"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 5e-324}},
+            "factor: expected a positive number in float32's range; got 5e-324",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 10**400}},
+            r"original_max_position: expected a positive integer below 2\*\*31; got 1000",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 1e-300}},
+            "low_freq_factor: expected a positive number in float32's range; got 1e-300",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1e300}},
+            "high_freq_factor: expected a positive number in float32's range; got 1e.300",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling: expected an object; got 'linear'"),
         ({"rope_scaling": {"type": ["linear"]}}, r"rope_scaling: rope type \['linear'\] is not supported"),
         ({"layer_types": 1}, "layer_types: expected a list; got 1"),
@@ -64,6 +90,91 @@ def test_config_values(changes, message, directory):
     with pytest.raises(ValueError, match=message) as error:
         load(directory)
     assert str(directory) in str(error.value)
+
+
+def test_rope_factors_of_a_wrong_shape(tmp_path):
+    """They are read for the config, so before the shapes of the weights are checked."""
+    file = open_gguf(tiny_llama.write_gguf(tmp_path / "m.gguf", VALUES, tiny_llama.tensors(VALUES)))
+    for shape, head_dim in (((2**30,), 8), ((2, 2), 8), ((2**29,), 2**30)):
+        factors = Tensor(shape, lambda: pytest.fail("it was read"))
+        odd = dataclasses.replace(
+            file,
+            metadata=file.metadata
+            | {f"llama.{key}": head_dim for key in ("rope.dimension_count", "attention.key_length")}
+            | {"llama.attention.value_length": head_dim},
+            tensors=file.tensors | {"rope_freqs.weight": factors},
+        )
+        with pytest.raises(ValueError, match=r"rope_freqs.weight: expected shape \(4,\)|head_dim: expected an"):
+            gguf_config(odd)
+
+
+HOSTILE = "\x1b[2J\n\u202e" * 10**5
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"rope_parameters": {f"{HOSTILE[:9]}{i}": {} for i in range(10**4)}}),
+        ("config.json", {"layer_types": [f"{HOSTILE[:9]}{i}" for i in range(10**5)]}),
+        ("model.safetensors.index.json", {"weight_map": {HOSTILE: "missing"}}),
+        ("model.safetensors.index.json", {"weight_map": {HOSTILE: 3}}),
+        ("model.safetensors.index.json", {"weight_map": {HOSTILE: "model-00001-of-00002.safetensors"}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": HOSTILE[:30]}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "x" * 10**5}}),
+        ("tokenizer_config.json", {"bos_token": HOSTILE}),
+        ("tokenizer.json", {"version": HOSTILE}),
+    ],
+    ids=["rope", "layers", "no shard", "shard type", "tensor", "shard", "long shard", "token", "version"],
+)
+def test_message_of_a_directory(name, changes, directory):
+    """It is short and on one line, whatever texts of a file it tells."""
+    edit(directory / name, **changes)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        load(directory)
+    assert_short(error.value, directory)
+
+
+def assert_short(error, path):
+    text = str(error)
+    assert text.startswith(str(path)) and text.isprintable() and len(text) < 12_000
+
+
+@pytest.mark.parametrize("name", ["tensor", "key", "dimensions", "merge", "alignment", "dtype"])
+def test_message_of_a_tensor_file(name, directory, tmp_path):
+    path = tmp_path / "m.gguf"
+    if name in ("merge", "tensor"):
+        tiny_llama.write_gguf(path, VALUES, tiny_llama.tensors(VALUES))
+        file = open_gguf(path)
+        if name == "merge":
+            with pytest.raises(ValueError) as error:
+                Tokenizer.from_gguf(file.metadata | {"tokenizer.ggml.merges": [HOSTILE]})
+            return assert_short(error.value, "tokenizer.ggml.merges")
+        config, tensors = gguf_config(file), gguf_tensors(file, gguf_config(file))
+        with pytest.raises(ValueError) as error:
+            load_weights(config, tensors | {HOSTILE: Tensor((), lambda: pytest.fail("read"))}, np.float32)
+        return assert_short(error.value, "tensors: expected")
+    if name == "key":
+        write_header(path, 2 * (text(HOSTILE) + struct.pack("<II", 4, 0)), num_values=2)
+    elif name == "dimensions":
+        write_header(path, tensors=tensor(HOSTILE, [1] * 5, 0), num_tensors=1)
+    elif name == "alignment":
+        write_header(path, text("general.alignment") + struct.pack("<I", 8) + text(HOSTILE), num_values=1)
+    else:
+        path = directory
+        for shard in directory.glob("model*"):
+            shard.unlink()
+        values = {"shape": [], "dtype": HOSTILE, "data_offsets": [0, 4]}
+        header = json.dumps({"x": values}).encode()
+        content = struct.pack("<Q", len(header)) + header + bytes(4)
+        (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        load(path)
+    assert_short(error.value, path)
+
+
+def test_message_of_rope_factors():
+    with pytest.raises(ValueError, match="^factors: expected a positive number in float32's range; got -1.0$"):
+        RopeScaling("factors", factors=(1.0, -1.0) * 10**6)
 
 
 def test_relative_paths(directory, monkeypatch):
@@ -138,7 +249,8 @@ def test_long_safetensors_header(directory):
 
 
 def text(value):
-    return struct.pack("<Q", len(value)) + value.encode()
+    content = value.encode()
+    return struct.pack("<Q", len(content)) + content
 
 
 def write_header(path, values=b"", tensors=b"", num_values=0, num_tensors=0, data=b""):
@@ -235,6 +347,11 @@ def test_gguf_values(extra, message, tmp_path):
         ({"tokens": "x"}, "tokenizer.ggml.tokens: expected a list; got 'x'"),
         ({"merges": np.zeros(3)}, r"tokenizer.ggml.merges: expected a list; got array\("),
         ({"token_type": 3}, r"tokenizer.ggml.token_type: expected \d+ entries; got 1"),
+        # As an array of texts they would take 400 GB.
+        (
+            {"token_type": ["x" * 10**6] + [""] * 10**5},
+            r"tokenizer.ggml.token_type: expected \d+ entries; got 100001",
+        ),
         ({"eos_token_id": "x"}, "tokenizer.ggml.eos_token_id: expected a whole number; got 'x'"),
         ({"add_bos_token": 2}, "tokenizer.ggml.add_bos_token: expected true or false; got 2"),
     ],
@@ -268,13 +385,13 @@ def sequence(kind, part, count):
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-BAD_PREFIX = {
-    "type": "BPE",
-    "vocab": {"a": 0, "é": 1},
-    "merges": ["a é"],
-    "continuing_subword_prefix": "日本",
-}
-TWICE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2}
+TEXT, SPECIAL = ({kind: {"id": "A", "type_id": 0}} for kind in ("Sequence", "SpecialToken"))
+TWICE = {"type": "TemplateProcessing", "single": [TEXT] * 2}
+
+
+def template(ids, tokens, **pieces):
+    special = {"A": {"id": "A", "ids": ids, "tokens": tokens}}
+    return {"type": "TemplateProcessing", "single": [TEXT], "pair": [], "special_tokens": special} | pieces
 
 
 @pytest.mark.parametrize(
@@ -285,9 +402,14 @@ TWICE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type
         ("normalizer", {"type": "Prepend", "prepend": "a" * 1000}),
         ("pre_tokenizer", sequence("pretokenizers", BYTE_LEVEL, 40)),
         ("post_processor", sequence("processors", TWICE, 40)),
+        ("post_processor", template([1] * 100, ["a"] * 100, single=[SPECIAL, TEXT, SPECIAL])),
+        ("post_processor", template([1] * 100, ["a"] * 100, pair=[TEXT, SPECIAL, TEXT])),
+        ("post_processor", template([1], ["a"] * 300)),
+        ("post_processor", template([], [], single=[TEXT] * 300)),
         ("decoder", sequence("decoders", sequence("decoders", replace("aa"), 7), 7)),
     ],
-    ids=["replace", "replacement", "prepend", "bytes", "template", "decoder"],
+    ids=["replace", "replacement", "prepend", "bytes", "template"]
+    + ["template ids", "template ids of a pair", "template tokens", "template texts", "decoder"],
 )
 def test_tokenizer_that_fills_the_memory(name, part, directory):
     edit(directory / "tokenizer.json", **{name: part})
@@ -306,19 +428,44 @@ def test_tokenizer_that_fills_the_memory(name, part, directory):
         ),
         ({"normalizer": {"prepend": "a"}}, "expected an object with a type for each part; got"),
         ({"decoder": 3}, "expected an object with a type for each part; got 3"),
+        ({"model": None}, "model: expected an object; it is missing"),
+        ({"model": {"type": "BPE"}}, "expected a tokenizer of the `tokenizers` library: "),
         (
-            {
-                "model": {
-                    "type": "BPE",
-                    "vocab": {"a": 0, "é": 1},
-                    "merges": ["a é"],
-                    "continuing_subword_prefix": "日本",
-                }
-            },
-            "expected a tokenizer of the `tokenizers` library: range end index",
+            {"model": {"type": "BPE", "continuing_subword_prefix": "##"}},
+            "continuing_subword_prefix: expected none in a BPE; got '##'",
+        ),
+        (
+            {"model": {"type": "WordPiece", "continuing_subword_prefix": "#" * 10**6}},
+            "continuing_subword_prefix: expected at most 16 characters; got 1000000",
+        ),
+        (
+            {"model": {"type": "BPE", "end_of_word_suffix": "w" * 10**6}},
+            "end_of_word_suffix: expected at most 16 characters; got 1000000",
+        ),
+        (
+            {"model": {"type": "WordPiece", "max_input_chars_per_word": 2**62}},
+            "max_input_chars_per_word: expected at most 256; got 4611686018427387904",
+        ),
+        (
+            {"model": {"type": "Unigram", "vocab": [["a" * 10**6, -1.0]]}},
+            "vocab: expected tokens of at most 256 characters in a Unigram; got one of 1000000",
+        ),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "length: expected at least 1; got 0"),
+        (
+            {"post_processor": template([1], ["a" * 10**6])},
+            "special_tokens: expected texts of at most 1024 characters in all; got more",
+        ),
+        (
+            {"normalizer": sequence("normalizers", {"type": "NFKD"}, 10**5)},
+            "expected at most 64 normalizers, pre-tokenizers, post-processors and decoders; got 100003",
+        ),
+        (
+            {"decoder": sequence("decoders", sequence("decoders", {"type": "Fuse"}, 0), 100)},
+            "expected at most 64 normalizers, pre-tokenizers, post-processors and decoders; got 102",
         ),
     ],
-    ids=["precompiled", "no type", "number", "panic"],
+    ids=["precompiled", "no type", "number", "no model", "no vocabulary", "prefix", "long prefix", "suffix"]
+    + ["long words", "long token", "fixed length", "template text", "many parts", "many sequences"],
 )
 def test_tokenizer_parts(changes, message, directory):
     edit(directory / "tokenizer.json", **changes)
@@ -329,7 +476,6 @@ def test_tokenizer_parts(changes, message, directory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
         (
             {
                 "pre_tokenizer": {
@@ -343,12 +489,13 @@ def test_tokenizer_parts(changes, message, directory):
         ),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "z"}}, "Missing .UNK. token"),
     ],
-    ids=["panic", "regular expression", "no unknown token"],
+    ids=["panic", "no unknown token"],
 )
 def test_tokenizer_fails_on_a_text(changes, message, directory):
     edit(directory / "tokenizer.json", **changes)
     tokenizer = load(directory)[1]
-    with pytest.raises(ValueError, match=f"text: the model's tokenizer cannot encode it: .*{message}"):
+    expected = f"{directory}: text: the model's tokenizer cannot encode it: .*{message}"
+    with pytest.raises(ValueError, match=expected):
         tokenizer.encode("a" * 40 + "b")
 
 
@@ -358,7 +505,7 @@ def test_decoder_fails(directory):
     )
     tokenizer = load(directory)[1]
     with pytest.raises(
-        ValueError, match="ids: the model's tokenizer cannot decode them: index out of bounds"
+        ValueError, match=f"{directory}: ids: the model's tokenizer cannot decode them: index out of bounds"
     ):
         tokenizer.decode(tokenizer.encode("h"))
 
@@ -387,6 +534,7 @@ def test_tokenizer_config(changes, message, directory):
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "was stopped"),
         ("{{ 9 ** (9 ** 9) }}", "was stopped"),
         ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+        ("{{ 'ab ' * 10 ** 7 }}", "makes a text of more than 4194304 characters of them"),
         ("{{ '%9999999999d' % 1 }}", "MemoryError"),
         ("{{ 'a' | center(10 ** 10) }}", "MemoryError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -402,6 +550,25 @@ def test_tokenizer_config(changes, message, directory):
 def test_chat_template(source, message):
     with pytest.raises(ValueError, match=f"messages: the model's chat template .*{message}"):
         chat_template.render(source, {"messages": MESSAGES})
+
+
+def test_refusal_of_a_chat_template():
+    """Its text may be long, of many lines, or meant for the terminal."""
+    with pytest.raises(ValueError) as error:
+        chat_template.render("{{ raise_exception('a\nb\x1b[31m\u202e' * 10 ** 6) }}", {})
+    text = str(error.value)
+    assert text.startswith(
+        r"messages: the model's chat template refuses them: TemplateError: a\nb\x1b[31m\u202ea\nb"
+    )
+    assert text.isprintable() and len(text) < 10_000
+
+
+
+def test_errors_of_a_chat_template_name_the_files(directory, tmp_path):
+    for path in (directory, tiny_llama.write_gguf(tmp_path / "m.gguf", VALUES, tiny_llama.tensors(VALUES))):
+        tokenizer = dataclasses.replace(load(path)[1], chat_template="{{ 1 / 0 }}")
+        with pytest.raises(ValueError, match=f"^{path}: messages: the model's chat template refuses them: Zero"):
+            tokenizer.apply_chat_template(MESSAGES)
 
 
 def test_messages_that_are_not_json(directory):

@@ -1,5 +1,6 @@
 """Loading weights: Hugging Face directories and GGUF files, whole and damaged."""
 
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -14,6 +15,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from h2o_jax.models import default_model_path, load
+from h2o_jax.models.gguf import gguf_config, gguf_tensors
+from h2o_jax.models.gguf_file import open_gguf
 from tests import tiny_llama
 from tests.test_models import LLAMA3, TOKENS, TOLERANCE, run
 
@@ -211,6 +214,38 @@ def test_integer_tensor(tmp_path):
     weights["model.norm.weight"] = np.ones(32, np.int8)
     with pytest.raises(ValueError, match="model.norm.weight: expected a floating point tensor; got int8"):
         load(tiny_llama.write_directory(tmp_path, values, weights))
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F6_E2M3", "F4"])
+def test_small_floats(dtype, tmp_path):
+    values = tiny_llama.config(num_hidden_layers=1)
+    weights = tiny_llama.tensors(values)
+    del weights["model.norm.weight"]
+    path = tiny_llama.write_directory(tmp_path, values, weights) / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    end = len(content) - 8 - size
+    bits = int(dtype[1])
+    norm = {"dtype": dtype, "shape": [32], "data_offsets": [end, end + 32 * bits // 8]}
+    header = json.dumps(json.loads(content[8 : 8 + size]) | {"model.norm.weight": norm}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :] + bytes(32 * bits // 8))
+    message = f"{path}: model.norm.weight: expected a floating point tensor of 16 bits or more; got {dtype}"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_gguf_tensor_under_two_names(tmp_path):
+    values = tiny_llama.config(num_hidden_layers=1)
+    path = tiny_llama.write_gguf(tmp_path / "m.gguf", values, tiny_llama.tensors(values))
+    file = open_gguf(path)
+    tensors = file.tensors | {"model.norm.weight": file.tensors["output_norm.weight"]}
+    with pytest.raises(ValueError, match="tensors: expected one model.norm.weight; got two, under other names"):
+        gguf_tensors(dataclasses.replace(file, tensors=tensors), gguf_config(file))
+
+
+def test_suffix_in_capitals(tmp_path):
+    values = tiny_llama.config(num_hidden_layers=1)
+    load(tiny_llama.write_gguf(tmp_path / "M.GGUF", values, tiny_llama.tensors(values)))
 
 
 def test_old_rotary_tables_are_skipped(tmp_path):

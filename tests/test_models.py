@@ -288,7 +288,7 @@ def test_rope_scaling():
     ("arguments", "message"),
     [
         (dict(head_dim=7), "head_dim: expected an even number"),
-        (dict(head_dim=8, theta=0.0), "theta: expected a positive number; got 0.0"),
+        (dict(head_dim=8, theta=0.0), "theta: expected a positive number in float32's range; got 0.0"),
         (dict(head_dim=8, scaling=RopeScaling("factors", factors=(1.0,))), "expected 4 values"),
     ],
     ids=["head_dim", "theta", "factors"],

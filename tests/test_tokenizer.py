@@ -247,6 +247,70 @@ def test_opening_token_of_a_post_processor(tmp_path):
     assert tokenizer.encode("<|im_start|>hello w") == tokenizer.encode("hello w")
 
 
+def split(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+OPENING = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [
+        {kind: {"id": name, "type_id": index}}
+        for index, text in enumerate("AB")
+        for kind, name in (("SpecialToken", "<|im_start|>"), ("Sequence", text))
+    ],
+    "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(r"\p{L}+|\p{N}{1,3}"), BYTES]},
+            "post_processor": {"type": "Sequence", "processors": [BYTES, OPENING]},
+        },
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Prepend", "prepend": "▁"},
+                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+                ],
+            },
+            "pre_tokenizer": None,
+            "post_processor": OPENING,
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [
+                    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+                ],
+            },
+        },
+        {
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [split(r"\p{N}{1,3}"), split("[一-龥]+"), split(r"\p{L}+"), BYTES],
+            },
+            "post_processor": BYTES,
+        },
+    ],
+    ids=["Llama 3", "Llama 2", "DeepSeek"],
+)
+def test_parts_as_models_have_them(parts, tmp_path):
+    """The limits on a tokenizer.json leave room for them."""
+    tiny_llama.write_tokenizer(tmp_path, add_bos_token=None)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+
+
 def test_directory_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="tokenizer.json: expected this file; it is missing"):
         Tokenizer.from_directory(tmp_path)
@@ -256,7 +320,7 @@ def test_directory_errors(tmp_path):
     ):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="tokenizer.json: expected a tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer.json: model: expected an object; it is missing"):
         Tokenizer.from_directory(tmp_path)
 
 

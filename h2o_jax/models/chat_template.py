@@ -13,6 +13,7 @@ from typing import Any
 
 MOST_SECONDS = 2  # of processor time
 MOST_BYTES = 1 << 29  # of address space
+MOST_CHARACTERS = 1 << 22  # of the text: a million tokens of four
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
@@ -24,8 +25,11 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
 
     Raises:
         ValueError: variables that are not JSON, or a template that does not compile, fails, refuses them,
-            reaches for what the sandbox forbids, or takes more than MOST_SECONDS or MOST_BYTES.
+            reaches for what the sandbox forbids, takes more than MOST_SECONDS or MOST_BYTES, or gives more than
+            MOST_CHARACTERS.
     """
+    from h2o_jax.models.files import one_line  # here, since the script needs nothing of the package
+
     try:
         task = json.dumps([source, variables])
     except (TypeError, RecursionError) as error:
@@ -39,7 +43,11 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         )
     text, failure = json.loads(done.stdout)
     if failure:
-        raise ValueError(f"messages: the model's chat template refuses them: {failure}")
+        raise ValueError(f"messages: the model's chat template refuses them: {one_line(failure)}")
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(
+            f"messages: the model's chat template makes a text of more than {MOST_CHARACTERS} characters of them"
+        )
     return text
 
 
@@ -69,9 +77,10 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     try:
-        result: tuple[str | None, str | None] = _render_here(*task), None
+        # A character more tells that there are too many.
+        result: tuple[str | None, str | None] = _render_here(*task)[: MOST_CHARACTERS + 1], None
     except Exception as error:
-        result = None, f"{type(error).__name__}: {error}"
+        result = None, f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
     json.dump(result, sys.stdout)
 
 

@@ -5,8 +5,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from h2o_jax.models.files import typed
-from h2o_jax.rope import RopeScaling, RotaryEmbedding
+from h2o_jax.models.files import one_line, typed
+from h2o_jax.rope import RopeScaling, RotaryEmbedding, check_positive
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 # What transformers takes where a config.json has no max_position_embeddings.
@@ -92,13 +92,12 @@ class LlamaConfig:
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-                raise ValueError(f"{name}: expected a positive integer below 2**31; got {value!r}")
+                raise ValueError(f"{name}: expected a positive integer below 2**31; got {reprlib.repr(value)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads: expected a divisor of num_heads = {self.num_heads}; got {self.num_kv_heads}"
             )
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"norm_epsilon: expected a positive number; got {self.norm_epsilon!r}")
+        check_positive("norm_epsilon", self.norm_epsilon)
         self.rope()
 
     def rope(self) -> RotaryEmbedding:
@@ -188,7 +187,8 @@ def _sliding_window(architecture: str, values: Mapping[str, Any]) -> int | None:
         return window if typed(values, "use_sliding_window", bool) and dense < layers else None
     others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if others and (others != ["sliding_attention"] or window is None):
-        raise ValueError(f"layer_types: expected full_attention in every layer; got {', '.join(others)}")
+        got = one_line(", ".join(others))
+        raise ValueError(f"layer_types: expected full_attention in every layer; got {got}")
     return window if others else None
 
 
@@ -207,7 +207,8 @@ def _rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     nested = [key for key, value in settings.items() if isinstance(value, dict)]
     if nested:
         raise ValueError(
-            f"rope_parameters: expected the same for all layers; got them apart for {', '.join(nested)}"
+            "rope_parameters: expected the same for all layers; got them apart for "
+            + one_line(", ".join(nested))
         )
     rotary = typed(settings, "partial_rotary_factor", float, 1.0)
     if rotary != 1:

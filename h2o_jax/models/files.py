@@ -11,6 +11,8 @@ from typing import Any
 # In bytes. What Python builds from JSON takes up to 20 times its size.
 MOST_TEXT = 8 << 20
 
+_MOST_MESSAGE = 1000  # characters
+
 _KINDS = {
     int: "a whole number",
     float: "a finite number",
@@ -21,19 +23,36 @@ _KINDS = {
 }
 
 
+def one_line(text: object) -> str:
+    """`str(text)` as a message can hold it, whatever a file says: with at most _MOST_MESSAGE of its characters,
+    and escapes for line ends and all else that a terminal would not show but obey."""
+    text, half = str(text), _MOST_MESSAGE // 2
+    if len(text) > _MOST_MESSAGE:
+        text = f"{text[:half]} ... {text[-half:]}"
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 class FileError(ValueError):
     """Its message begins with the path of the file that it is about."""
 
 
+def file_error(path: Path, error: object) -> FileError:
+    """The error for what is wrong with a file, on one line."""
+    return FileError(f"{path}: {one_line(error)}")
+
+
 @contextlib.contextmanager
-def errors_name(path: Path) -> Iterator[None]:
-    """Makes a FileError of any other ValueError, and of values nested too deep for Python."""
+def errors_name(path: Path | None) -> Iterator[None]:
+    """Makes a FileError of any other ValueError, and of values nested too deep for Python. Where no path is
+    known, errors stay as they are."""
     try:
         yield
     except FileError:
         raise
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: {error}") from error
+        if path is None:
+            raise
+        raise file_error(path, error) from error
 
 
 def require_file(path: Path, what: str = "this file") -> None:
@@ -46,7 +65,7 @@ def require_file(path: Path, what: str = "this file") -> None:
     if not path.exists():
         raise FileNotFoundError(f"{path}: expected {what}; it is missing")
     if not path.is_file():
-        raise FileError(f"{path}: expected a file; it is a directory, a pipe or a device")
+        raise file_error(path, "expected a file; it is a directory, a pipe or a device")
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
@@ -64,7 +83,7 @@ def read_text(path: Path, most: int = MOST_TEXT) -> str:
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise FileError(f"{path}: expected at most {most} bytes of text; got more")
+        raise file_error(path, f"expected at most {most} bytes of text; got more")
     with errors_name(path):
         return content.decode("utf-8")
 
@@ -79,9 +98,9 @@ def read_json(path: Path, most: int = MOST_TEXT) -> dict:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: expected JSON; {error}") from error
+        raise file_error(path, f"expected JSON; {error}") from error
     if not isinstance(values, dict):
-        raise FileError(f"{path}: expected a JSON object; got {type(values).__name__}")
+        raise file_error(path, f"expected a JSON object; got {type(values).__name__}")
     return values
 
 

@@ -1,5 +1,6 @@
 """The model in a GGUF file: config and tensors, under the names and in the layout of Hugging Face."""
 
+import dataclasses
 import re
 import reprlib
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from h2o_jax.models.config import LlamaConfig, refuse_window, required, unsupported_architecture
-from h2o_jax.models.files import typed
+from h2o_jax.models.files import one_line, typed
 from h2o_jax.models.gguf_file import GGUFFile
-from h2o_jax.models.weights import Tensor
+from h2o_jax.models.weights import Tensor, read_tensor
 from h2o_jax.rope import RopeScaling
 
 # Mistral files say "llama".
@@ -66,7 +67,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     embedding = tensors.get("token_embd.weight")
     if embedding is None or not embedding.shape:
         raise ValueError("token_embd.weight: expected in the file as a matrix; it is missing or a number")
-    return LlamaConfig(
+    config = LlamaConfig(
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
@@ -78,7 +79,6 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         max_position_embeddings=context,
         norm_epsilon=needed("attention.layer_norm_rms_epsilon", float),
         rope_theta=optional("rope.freq_base", float, 10000.0),
-        rope_scaling=_rope_scaling(file, architecture),
         # The format has no flag for it: a file without an output head is tied.
         tie_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
@@ -86,10 +86,11 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=architecture == "qwen3",
     )
+    return dataclasses.replace(config, rope_scaling=_rope_scaling(file, config))
 
 
-def _rope_scaling(file: GGUFFile, architecture: str) -> RopeScaling | None:
-    key = f"{architecture}.rope.scaling"
+def _rope_scaling(file: GGUFFile, config: LlamaConfig) -> RopeScaling | None:
+    key = f"{config.architecture}.rope.scaling"
     kind = typed(file.metadata, f"{key}.type", str, "none")
     if kind not in ("none", "linear"):
         raise ValueError(
@@ -98,7 +99,8 @@ def _rope_scaling(file: GGUFFile, architecture: str) -> RopeScaling | None:
     if _ROPE_FACTORS in file.tensors:
         if kind != "none":
             raise ValueError(f"{key}.type: expected none beside {_ROPE_FACTORS}; got {kind!r}")
-        return RopeScaling("factors", factors=tuple(file.tensors[_ROPE_FACTORS].read().ravel().tolist()))
+        factors = read_tensor(_ROPE_FACTORS, file.tensors[_ROPE_FACTORS], (config.head_dim // 2,))
+        return RopeScaling("factors", factors=tuple(factors.tolist()))
     if kind == "linear":
         return RopeScaling("linear", typed(file.metadata, f"{key}.factor", float, 1.0))
     return None
@@ -106,8 +108,12 @@ def _rope_scaling(file: GGUFFile, architecture: str) -> RopeScaling | None:
 
 def gguf_tensors(file: GGUFFile, config: LlamaConfig) -> dict[str, Tensor]:
     """The file's tensors under Hugging Face names. A name without a counterpart stays as it is, for the
-    loader to report."""
-    tensors = {}
+    loader to report.
+
+    Raises:
+        ValueError: two tensors that have the same name there.
+    """
+    tensors: dict[str, Tensor] = {}
     for name, tensor in file.tensors.items():
         if name == _ROPE_FACTORS:
             continue
@@ -117,7 +123,10 @@ def gguf_tensors(file: GGUFFile, config: LlamaConfig) -> dict[str, Tensor]:
                 tensor = _unpermuted(tensor, config.num_heads)
             elif kind == "attn_k":
                 tensor = _unpermuted(tensor, config.num_kv_heads)
-        tensors[_hf_name(name)] = tensor
+        name = _hf_name(name)
+        if name in tensors:
+            raise ValueError(f"tensors: expected one {one_line(name)}; got two, under other names")
+        tensors[name] = tensor
     return tensors
 
 

@@ -41,7 +41,7 @@ def load(path: str | os.PathLike | None = None, *, dtype: DTypeLike | None = Non
     dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or directory")
-    if not path.is_dir() and path.suffix != ".gguf":
+    if not path.is_dir() and path.suffix.lower() != ".gguf":
         raise ValueError(f"path: expected a Hugging Face directory or a .gguf file; got {path}")
     with errors_name(path):
         if path.is_dir():
@@ -52,7 +52,7 @@ def load(path: str | os.PathLike | None = None, *, dtype: DTypeLike | None = Non
         else:
             file = open_gguf(path)
             config = gguf_config(file)
-            tokenizer = Tokenizer.from_gguf(file.metadata)
+            tokenizer = Tokenizer.from_gguf(file.metadata, path)
             tensors = gguf_tensors(file, config)
         # An added token without an embedding is common, for padding, and no harm: `encode` seldom meets its text.
         beyond = [token for token in tokenizer.eos_ids if token >= config.vocab_size]

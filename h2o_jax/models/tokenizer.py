@@ -48,6 +48,7 @@ class Tokenizer:
             backend's own post-processor.
         chat_template: Jinja source, or None.
         special_tokens: text of "bos_token", "eos_token" ..., which chat templates refer to.
+        path: the directory or file it was read from, which errors name; None if that is not known.
     """
 
     backend: Any = dataclasses.field(repr=False)
@@ -57,6 +58,7 @@ class Tokenizer:
     add_eos: bool = False
     chat_template: str | None = dataclasses.field(default=None, repr=False)
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    path: Path | None = None
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
@@ -88,7 +90,7 @@ class Tokenizer:
             ids = {name: backend.token_to_id(text) for name, text in special.items()}
             for name in ("bos_token", "eos_token"):
                 if name in ids and ids[name] is None:
-                    raise ValueError(f"{name}: expected a token of the vocabulary; got {special[name]!r}")
+                    raise ValueError(f"{name}: expected a token of the vocabulary; got {reprlib.repr(special[name])}")
             add_bos = typed(config, "add_bos_token", bool)
             add_eos = typed(config, "add_eos_token", bool, False)
             template = _chat_template(config)
@@ -105,11 +107,12 @@ class Tokenizer:
             add_eos=add_eos,
             chat_template=template,
             special_tokens=special,
+            path=directory,
         )
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
-        """Builds the tokenizer from a GGUF file's `tokenizer.*` metadata.
+    def from_gguf(cls, metadata: Mapping[str, Any], path: Path | None = None) -> "Tokenizer":
+        """Builds the tokenizer from a GGUF file's `tokenizer.*` metadata; `path` is that file's.
 
         Raises:
             ValueError: a vocabulary that is not byte-level BPE, a pre-tokeniser that is not known, or
@@ -127,7 +130,7 @@ class Tokenizer:
             )
         tokens, merges = (_texts(metadata, f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
         types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-        types = np.atleast_1d(types).tolist()
+        types = list(types) if isinstance(types, (list, np.ndarray)) else [types]
         if len(types) != len(tokens):
             raise ValueError(f"tokenizer.ggml.token_type: expected {len(tokens)} entries; got {len(types)}")
         ids = {name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom")}
@@ -153,6 +156,7 @@ class Tokenizer:
                 for name in ("bos", "eos", "unk", "pad")
                 if (index := ids[name]) is not None
             },
+            path=path,
         )
 
     @property
@@ -173,7 +177,7 @@ class Tokenizer:
             ValueError: the model's tokenizer fails on this text.
         """
         by_backend = add_special_tokens and self.add_bos is None
-        with backend_errors("text: the model's tokenizer cannot encode it"):
+        with errors_name(self.path), backend_errors("text: the model's tokenizer cannot encode it"):
             ids = self.backend.encode(text, add_special_tokens=by_backend).ids
         if add_special_tokens and self.add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
@@ -190,7 +194,7 @@ class Tokenizer:
             ValueError: the model's tokenizer fails on these ids.
         """
         ids = [int(index) for index in ids]
-        with backend_errors("ids: the model's tokenizer cannot decode them"):
+        with errors_name(self.path), backend_errors("ids: the model's tokenizer cannot decode them"):
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -208,11 +212,12 @@ class Tokenizer:
             ValueError: the model has no chat template, or the template refuses the messages, fails or takes
                 too long (see `chat_template.render`).
         """
-        if self.chat_template is None:
-            raise ValueError("chat_template: expected one in the model's files; it has none")
-        require("jinja2")
         given = {"messages": list(map(dict, messages)), "add_generation_prompt": add_generation_prompt}
-        return chat_template.render(self.chat_template, {**self.special_tokens, **variables, **given})
+        with errors_name(self.path):
+            if self.chat_template is None:
+                raise ValueError("chat_template: expected one in the model's files; it has none")
+            require("jinja2")
+            return chat_template.render(self.chat_template, {**self.special_tokens, **variables, **given})
 
 
 class StreamDecoder:
@@ -300,10 +305,10 @@ def _token_id(metadata: Mapping[str, Any], name: str, size: int) -> int | None:
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], types: list[int], pre: str) -> Any:
     library = require("tokenizers")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [tuple(merge.split(" ", 2)) for merge in merges]
     wrong = [merge for merge, pair in zip(merges, pairs) if len(pair) != 2]
     if wrong:
-        raise ValueError(f"tokenizer.ggml.merges: expected two parts in each; got {wrong[0]!r}")
+        raise ValueError(f"tokenizer.ggml.merges: expected two parts in each; got {reprlib.repr(wrong[0])}")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     with backend_errors("tokenizer.ggml.merges: expected merges of the file's tokens"):
         # Llama 3 takes a piece that is a token as it stands, without merging its way there.

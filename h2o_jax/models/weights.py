@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from h2o_jax.models.config import LlamaConfig
+from h2o_jax.models.files import one_line
 from h2o_jax.models.llama import Llama
 
 # Tables some old checkpoints carry; the model computes its own.
@@ -90,7 +91,7 @@ def load_weights(config: LlamaConfig, tensors: Mapping[str, Tensor], dtype: DTyp
     for name, path in names.items():
         transposed = path[-1] == "kernel"
         expected = parameters[path].get_value().shape
-        array = _read(name, tensors[name], expected[::-1] if transposed else expected)
+        array = read_tensor(name, tensors[name], expected[::-1] if transposed else expected)
         with np.errstate(over="ignore"):  # what is too large for the dtype is infinite
             value = jnp.array(array.T if transposed else array, dtype=dtype)
         filled.append((path, parameters[path].replace(value)))
@@ -122,7 +123,7 @@ def _check_names(config: LlamaConfig, names: Collection[str], tensors: Mapping[s
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return one_line(", ".join(names[:5])) + more
 
 
 def _check_shape(name: str, got: Sequence[int], expected: Sequence[int]) -> None:
@@ -130,7 +131,12 @@ def _check_shape(name: str, got: Sequence[int], expected: Sequence[int]) -> None
         raise ValueError(f"{name}: expected shape {tuple(expected)}; got {tuple(got)}")
 
 
-def _read(name: str, tensor: Tensor, expected: Sequence[int]) -> np.ndarray:
+def read_tensor(name: str, tensor: Tensor, expected: Sequence[int]) -> np.ndarray:
+    """The array of a tensor, which is read only if it has the expected shape.
+
+    Raises:
+        ValueError: another shape, or numbers that are not floating point.
+    """
     _check_shape(name, tensor.shape, expected)
     array = tensor.read()
     if not jax.dtypes.issubdtype(array.dtype, np.floating):
