@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from h2o_jax.config import MAX_INT32, CacheConfig
-from pallas_kernels.write_pages.api import SUMMARY_KINDS
 
 if TYPE_CHECKING:
     from h2o_jax.state import LayerCache, PageTable
@@ -68,12 +67,6 @@ class Policy:
             raise ValueError(f"dense_layers: expected a sequence of layers, got {self.dense_layers!r}")
         layers = {_int_option("dense_layers", layer, 0) for layer in self.dense_layers}
         object.__setattr__(self, "dense_layers", tuple(sorted(layers)))
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        kinds = cls.summary_kinds
-        if not isinstance(kinds, tuple) or len(set(kinds)) < len(kinds) or not set(kinds) <= set(SUMMARY_KINDS):
-            raise ValueError(f"{cls.__name__}.summary_kinds: expected a tuple of {SUMMARY_KINDS}, got {kinds!r}")
 
     def budget(self, pages_per_request: int) -> int:
         """W, the most pages that a row reads: `top_k + reserved_bos + reserved_eos`."""

@@ -31,8 +31,8 @@ def prefill_attention(
     """Writes new tokens and attends from each to all tokens of its row up to itself.
 
     Tokens cached before are attended to as well, so a prompt may be given in chunks. Nothing is scored. A value in v
-    that is not finite can make all of the row's outputs for its KV head NaN, those of earlier tokens too: a product with
-    a weight of 0.
+    that is not finite can make all of the row's outputs for its KV head NaN, those of earlier tokens too: their weight
+    of 0 is no help.
 
     Args:
         cache: the layer's cache.

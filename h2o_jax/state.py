@@ -15,6 +15,7 @@ from h2o_jax import memory
 from h2o_jax.config import CacheConfig
 from h2o_jax.policy import Policy, require_policy
 from pallas_kernels._checks import FLOAT_DTYPES, check_dtype, check_kind, check_shape
+from pallas_kernels.write_pages.api import SUMMARY_KINDS
 
 
 @jax.tree_util.register_dataclass
@@ -136,16 +137,19 @@ def _init_layer(config: CacheConfig, policy: Policy) -> LayerCache:
 
 def made_aux(policy: Policy, config: CacheConfig) -> dict[str, jax.Array]:
     """What `init_aux` of a policy gives; raises ValueError unless it is what the method promises."""
+    name, kinds = type(policy).__name__, policy.summary_kinds
+    if not isinstance(kinds, tuple) or len(set(kinds)) < len(kinds) or not set(kinds) <= set(SUMMARY_KINDS):
+        raise ValueError(f"summary_kinds of {name}: expected a tuple of {SUMMARY_KINDS}, got {kinds!r}")
     aux = policy.init_aux(config)
-    where = f"init_aux() of {type(policy).__name__}"
+    where = f"init_aux() of {name}"
     check_kind(where, aux, dict)
     if policy.summary_kinds and "summaries" not in aux:
         raise ValueError(f"{where}: expected 'summaries' for summary_kinds, as super().init_aux(config) gives them")
-    for name, array in aux.items():
+    for key, array in aux.items():
         shape = getattr(array, "shape", None)
         if not shape or shape[0] != config.num_pages:
             got = type(array).__name__ if shape is None else list(shape)
-            raise ValueError(f"{where}: expected {name!r} of shape [{config.num_pages}, ...], got {got}")
+            raise ValueError(f"{where}: expected {key!r} of shape [{config.num_pages}, ...], got {got}")
     return aux
 
 

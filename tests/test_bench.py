@@ -20,6 +20,7 @@ from h2o_jax.bench.timing import Calls, Timing
 from h2o_jax.cli import bench as command
 from h2o_jax.cli import main
 from h2o_jax.models import LlamaConfig
+from pallas_kernels import _dispatch
 from tests.lowering import KERNEL_TARGET, lower_for_cuda
 
 pytestmark = pytest.mark.slow
@@ -55,6 +56,7 @@ def quick():
         for op in pallas_kernels.__all__:
             patch.setitem(implementations(op), "pallas", implementations(op)["xla"])
         patch.setattr(command, "candidates", lambda _: ("pallas", "xla"))
+        patch.setattr(_dispatch, "_platform", lambda: "cuda")
         yield
     jax.config.update("jax_disable_most_optimizations", before)
 

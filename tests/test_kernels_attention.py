@@ -311,7 +311,7 @@ def test_tiles_are_checked(change, message):
 
 def test_head_dim_without_tiles():
     shapes = Case("wide", head_dim=1024, dtype="float32", lengths=(16,)).shapes
-    f = functools.partial(paged_attention, scale=1.0, implementation="pallas")
+    f = functools.partial(paged_attention, scale=1.0, implementation="pallas_interpret")
     with pytest.raises(NotImplementedError, match="head_dim 1024"):
         jax.eval_shape(f, *shapes.values())
 

@@ -146,7 +146,7 @@ def test_lowers_for_cuda(case):
 def test_what_does_not_fit_is_refused(num_logical, k, message):
     scores = jax.ShapeDtypeStruct((1, 1, num_logical), jnp.float32)
     window = jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = functools.partial(top_k_pages, k=k, implementation=GPU)
+    call = functools.partial(top_k_pages, k=k, implementation="pallas_interpret")
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(call, scores, window, window)
 

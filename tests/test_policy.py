@@ -356,8 +356,8 @@ def zeros(cache, table):
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ({"summary_kinds": "mean"}, "Mine.summary_kinds: expected a tuple of ('mean', 'max', 'min'), got 'mean'"),
-        ({"summary_kinds": ("median",)}, "Mine.summary_kinds: expected a tuple of ('mean', 'max', 'min'), got"),
+        ({"summary_kinds": "mean"}, "summary_kinds of Mine: expected a tuple of ('mean', 'max', 'min'), got 'mean'"),
+        ({"summary_kinds": ("median",)}, "summary_kinds of Mine: expected a tuple of ('mean', 'max', 'min'), got"),
         ({"init_aux": lambda self, config: None}, "init_aux() of Mine: expected a dict, got a NoneType"),
         (
             {"init_aux": lambda self, config: {"age": jnp.zeros(3)}},
