@@ -1,7 +1,7 @@
 """Which implementation of an op runs."""
 
 import contextlib
-import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -46,8 +46,13 @@ def _platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-@functools.cache
-def _jitted(function: Callable[..., _Result], static: tuple[str, ...]) -> Callable[..., _Result]:
+def compiled_once(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """An implementation whose keyword-only arguments are static: part of a jitted function that calls it.
+
+    Called eagerly, it is compiled for what it has not seen, and not at each call.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    static = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     return jax.jit(function, static_argnames=static, inline=True)
 
 
@@ -67,8 +72,7 @@ def dispatch(
         op: name for messages.
         implementation: as of the op.
         functions: the implementations by name.
-        args: arrays.
-        kwargs: static. Called eagerly, an implementation is compiled once for what it has not seen.
+        args, kwargs: arrays, and options.
     """
     require_runnable(implementation)
 
@@ -76,7 +80,7 @@ def dispatch(
         if name not in functions:
             raise NotImplementedError(f"{op}: no {name!r} implementation")
         with jax.numpy_rank_promotion("allow"):
-            return _jitted(functions[name], tuple(kwargs))(*args, **kwargs)
+            return functions[name](*args, **kwargs)
 
     *first, last = candidates(implementation)
     for name in first:

@@ -14,22 +14,30 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels._dispatch import compiled_once
+
 MIN_DOT = 16  # a tensor-core dot takes no fewer rows, columns or terms
 
 
-def without_derivative(function: Callable) -> Callable:
-    """A function of arrays and options that raises NotImplementedError where its derivative is asked for."""
-
-    @functools.wraps(function)
-    def call(*arrays, **options):
-        run = jax.custom_jvp(functools.partial(function, **options))
-        run.defjvp(no_derivative)
-        return run(*arrays)
+def kernel_op(function: Callable) -> Callable:
+    """An implementation by kernels: `compiled_once`, and NotImplementedError where its derivative is asked for."""
 
     def no_derivative(primals, tangents):
         raise NotImplementedError(f"{function.__name__}: the kernels have no derivative; implementation='xla' has one")
 
-    return call
+    @compiled_once
+    @functools.wraps(function)
+    def compiled(*arrays, **options):
+        run = jax.custom_jvp(functools.partial(function, **options))
+        run.defjvp(no_derivative)
+        return run(*arrays)
+
+    @functools.wraps(function)
+    def op(*arrays, **options):
+        _silence_deprecation()
+        return compiled(*arrays, **options)
+
+    return op
 
 
 def pallas_call(
@@ -58,7 +66,6 @@ def pallas_call(
         input_output_aliases: input number -> output number updated in place.
         name: shown in profiles.
     """
-    _silence_deprecation()
     call = pl.pallas_call(
         kernel,
         grid=tuple(grid),
@@ -79,7 +86,7 @@ def pallas_call(
 
 def _silence_deprecation():
     # JAX >= 0.11 warns each time a kernel is lowered, which is after the call here returned. Repeating the
-    # filter at each trace keeps it in force where others reset the filters (pytest does, for each test).
+    # filter at each call keeps it in force where others reset the filters (pytest does, for each test).
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 

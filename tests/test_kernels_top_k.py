@@ -1,6 +1,7 @@
 """`top_k_pages` kernels, compared exactly; on a GPU compiled, elsewhere interpreted."""
 
 import functools
+import warnings
 
 import hypothesis
 import hypothesis.strategies as st
@@ -137,6 +138,15 @@ SHAPES = {(case.k, case.pages_per_request, len(case.windows)): case for case in 
 def test_lowers_for_cuda(case):
     call = functools.partial(top_k_pages, **case.options, implementation=GPU)
     assert KERNEL_TARGET in lower_for_cuda(lambda kwargs: call(**kwargs), case.shapes)
+
+
+def test_lowering_again_is_as_silent():
+    """JAX warns of the Triton lowering; what it knows from before is not traced again, but is lowered."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((1, 1, 96), "float32"), *[((1,), "int32")] * 2)]
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            lower_for_cuda(lambda *args: top_k_pages(*args, k=5, implementation=GPU), *shapes)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._queries import QueryTerms, load_queries
 from pallas_kernels._triton import (
+    kernel_op,
     load_rows,
     load_window,
     next_power_of_two,
     pallas_call,
     power_of_two_pieces,
     store_rows,
-    without_derivative,
 )
 
 # Chunks that are joined at once, one a thread: the order of additions depends on both, and would on the strides of
@@ -69,7 +69,7 @@ def default_tiles(key_bytes: int) -> Tiles:
     return Tiles(tokens=tokens, tiles=512 // tokens)
 
 
-@without_derivative
+@kernel_op
 def decayed_softmax_scores(
     q,
     k_pool,

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._queries import QueryTerms, join_rows, load_queries
-from pallas_kernels._triton import load_rows, load_window, pallas_call, power_of_two_pieces, without_derivative
+from pallas_kernels._triton import kernel_op, load_rows, load_window, pallas_call, power_of_two_pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def default_tiles(page_bytes: int) -> Tiles:
     return Tiles(pages=pages, num_warps=4 if pages > 32 else 2)
 
 
-@without_derivative
+@kernel_op
 def envelope_scores(
     q,
     summaries,

@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jax.lax import Precision
 
+from pallas_kernels._dispatch import compiled_once
 from pallas_kernels._paging import group_queries, physical_pages, window_mask
 
 
+@compiled_once
 def envelope_scores(q, summaries, pages, start, stop, *, kinds, group, w_avg, w_peak):
     num_pages, num_kv_heads, _, _ = summaries.shape
     logical = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]

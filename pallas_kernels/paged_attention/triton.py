@@ -99,7 +99,7 @@ def default_tiles(dtype, head_dim: int, num_kv_heads: int, num_tokens: int) -> T
     raise NotImplementedError(f"paged_attention: head_dim {head_dim} of {jnp.dtype(dtype).name} has no tiles")
 
 
-@_triton.without_derivative
+@_triton.kernel_op
 def paged_attention(
     q,
     k_pool,

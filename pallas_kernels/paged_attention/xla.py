@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jax.lax import Precision
 
+from pallas_kernels._dispatch import compiled_once
 from pallas_kernels._paging import group_queries, physical_pages
 
 
+@compiled_once
 def paged_attention(q, k_pool, v_pool, pages, seq_lens, selected, counts, *, scale):
     num_pages, num_kv_heads, page_size, _ = k_pool.shape
     chosen = jnp.arange(selected.shape[2], dtype=jnp.int32) < counts[..., None]

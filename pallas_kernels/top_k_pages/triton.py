@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels._triton import (
+    kernel_op,
     load_rows,
     load_window,
     next_power_of_two,
     pallas_call,
     store_rows,
-    without_derivative,
 )
 from pallas_kernels.top_k_pages.keys import ABSENT, LOWEST, order_preserving_key
 
@@ -68,7 +68,7 @@ class Tiles:
         return min(16, max(4, entries // self.warp))
 
 
-@without_derivative
+@kernel_op
 def top_k_pages(
     scores, start, stop, in_use, *, k, reserved, filler, interpret: bool, tiles: Tiles | None = None
 ):

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._dispatch import compiled_once
 from pallas_kernels._paging import list_pages, window_mask
 from pallas_kernels.top_k_pages.keys import ABSENT, order_preserving_key
 
 
+@compiled_once
 def top_k_pages(scores, start, stop, in_use, *, k, reserved, filler):
     num_logical = scores.shape[-1]
     present = window_mask(start, stop, num_logical)[:, None]

@@ -20,7 +20,7 @@ from pallas_kernels import _triton
 MAX_TILE = 1 << 15  # elements of a page and KV head that a program can hold
 
 
-@_triton.without_derivative
+@_triton.kernel_op
 def write_pages(
     k_pool,
     v_pool,

@@ -5,11 +5,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._dispatch import compiled_once
 from pallas_kernels._paging import physical_pages
 
 _REDUCE: dict[str, Callable[..., jax.Array]] = {"mean": jnp.mean, "max": jnp.max, "min": jnp.min}
 
 
+@compiled_once
 def write_pages(k_pool, v_pool, k, v, pages, seq_lens, num_tokens, summaries, scores, *, summary_kinds):
     num_pages, _, page_size, _ = k_pool.shape
     first = seq_lens - num_tokens
