@@ -1,6 +1,7 @@
 """`h2o-jax eval` on a tiny model: what it says and writes, going on after an interrupt, and every refusal."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -108,6 +109,34 @@ def test_files_are_refused_before_anything_runs(options, tmp_path, capsys):
         assert main(["eval", *options, option, missing]) == 2
         out, err = capsys.readouterr()
         assert str(tmp_path / "missing") in err and "no such" in err.lower() and out == ""
+
+
+@pytest.mark.parametrize("option", ["--output", "--csv", "--plot"])
+def test_what_is_no_file_is_refused_before_anything_runs(options, option, tmp_path, capsys):
+    pipe, loop, link = tmp_path / "pipe", tmp_path / "loop", tmp_path / "link"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    link.symlink_to(pipe)
+    for path in (pipe, loop, link, tmp_path):
+        assert main(["eval", *options, option, str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith(f"h2o-jax: error: {option}: expected a file or none yet at {path}; it is a")
+        assert out == ""
+        assert path.is_symlink() or path in (pipe, tmp_path)
+
+
+@pytest.mark.parametrize("pair", [("--output", "--csv"), ("--output", "--plot"), ("--csv", "--plot")])
+def test_no_two_options_name_one_file(options, pair, tmp_path, capsys):
+    file, soft, hard = (tmp_path / name for name in ("a.png", "soft.png", "hard.png"))
+    soft.symlink_to(file)  # of what is not there yet
+    for other in (file, soft, hard):
+        assert main(["eval", *options, pair[0], str(file), pair[1], str(other)]) == 2
+        out, err = capsys.readouterr()
+        assert f"{pair[1]}: expected another file than that of {pair[0][2:]}; got {other} for both" in err
+        assert out == "" and (other is hard or not file.exists())
+        if other is soft:
+            file.touch()
+            hard.hardlink_to(file)
 
 
 def test_plot_is_refused_before_anything_runs(options, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from h2o_jax._outputs import check_outputs
 from h2o_jax.cli.errors import read_option
 from h2o_jax.cli.info import versions
 from h2o_jax.eval import TASKS, Cell, PolicySpec, Setup, Store, budget_tokens, evaluate, grid, policy_names
@@ -110,10 +111,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax eval --help`."""
-    from rich.console import Console
-
-    from h2o_jax.cli.eval_report import Reporter, print_tables
-
     defaults = _ON_GPU if jax.default_backend() == "gpu" else _ON_CPU
     chosen = dataclasses.asdict(defaults)
     chosen |= {name: given for name in chosen if (given := getattr(args, name)) is not None}
@@ -121,19 +118,25 @@ def run(args: argparse.Namespace) -> int:
     policies = [PolicySpec.parse(text) for text in chosen["policies"]]
     budgets = budget_tokens(chosen["budgets"], context, page_sizes)
     cells = grid(args.tasks or TASKS, policies, page_sizes, budgets, context)
-    for path in (args.csv, args.plot):
-        if path and not path.parent.is_dir():
-            raise FileNotFoundError(f"{path.parent}: no such directory")
+    check_outputs(output=args.output, csv=args.csv, plot=args.plot)
     if args.plot:
         check_plot(args.plot)
     text = _text(args.text)
-    store = Store(args.output)
+    with Store(args.output) as store:
+        return _run(args, chosen, cells, budgets, text, store)
+
+
+def _run(args, chosen, cells: list[Cell], budgets: list[int], text: str, store: Store) -> int:
+    from rich.console import Console
+
+    from h2o_jax.cli.eval_report import Reporter, print_tables
+
     console = Console(stderr=True)
     if store.note:
         console.print(store.note, highlight=False)
     with console.status("loading the model"):
         model, tokenizer = load(args.model, dtype=args.dtype)
-    setup = Setup(model, tokenizer, text, context, chosen["steps"], chosen["rows"])
+    setup = Setup(model, tokenizer, text, chosen["context"], chosen["steps"], chosen["rows"])
     environment = {
         "model": (default_model_path() if args.model is None else Path(args.model)).name,
         "device": jax.devices()[0].device_kind,
@@ -141,11 +144,11 @@ def run(args: argparse.Namespace) -> int:
     }
     keys = {cell: cell.key() | environment for cell in cells}
     missing = [cell for cell in cells if store.find(keys[cell]) is None]
-    print(_plan(cells, missing, setup, environment, page_sizes, budgets), flush=True)
+    print(_plan(cells, missing, setup, environment, chosen["page_sizes"], budgets), flush=True)
 
     around = {"date": datetime.date.today().isoformat()}
     around |= {name: version for name, version in versions() if name in _VERSIONS}
-    with Reporter(console, len(missing), context) as reporter:
+    with Reporter(console, len(missing), setup.context) as reporter:
         for cell, results in evaluate(setup, missing, reporter.begin, reporter.prefilled):
             store.append(keys[cell] | around, results)
     records: list[Any] = [store.find(keys[cell]) for cell in cells]

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from h2o_jax._outputs import os_errors_name
 from h2o_jax.eval.budget import DENSE
 from h2o_jax.eval.cells import COVERAGE, PASSKEY, PERPLEXITY
 from h2o_jax.eval.report import policy_of
@@ -98,7 +99,8 @@ def write_plot(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     figure.set_size_inches(_WIDTH * columns, _HEIGHT * rows + _LEGEND * -(-len(order) // columns))
     figure.legend([drawn[key] for key in order], names, loc="outside lower center", ncols=columns, fontsize=8)
     figure.suptitle(_title(records), fontsize=10)
-    figure.savefig(path, dpi=_DPI)
+    with os_errors_name(path):
+        figure.savefig(path, dpi=_DPI)
     pyplot.close(figure)
 
 
