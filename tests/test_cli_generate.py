@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -105,6 +106,42 @@ def test_prompt_file_that_is_not_text(directory, tmp_path, capsys):
     file.write_bytes(b"\xff\xfe\xff")
     assert main(["generate", "--model", str(directory), "--prompt-file", str(file)]) == 2
     assert "expected UTF-8 text" in capsys.readouterr().err
+
+
+def test_prompt_file_has_a_limit_and_may_be_a_pipe(directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("h2o_jax.cli.files.MOST_TEXT", 1000)
+    args = ["generate", "--model", str(directory), "--prompt-file"]
+    assert main([*args, "/dev/zero"]) == 2
+    message = "error: --prompt-file /dev/zero: expected at most 1000 characters, got more\n"
+    assert capsys.readouterr().err.endswith(message)
+    monkeypatch.setattr(command, "_encode", lambda tokenizer, text, raw: pytest.fail(f"read {text}"))
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=["\ufeffA text.".encode()])
+    writer.start()
+    with pytest.raises(pytest.fail.Exception, match="^read A text.$"):
+        main([*args, str(tmp_path / "pipe")])
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("generate", "--model"), ("generate", "--prompt-file"), ("bench", "--output")]
+    + [("eval", option) for option in ("--model", "--text", "--output", "--csv", "--plot")],
+)
+def test_no_path_is_not_the_current_directory(name, option, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([name, option, ""])
+    assert exit_info.value.code == 2
+    assert f"argument {option}: expected a path, got ''" in capsys.readouterr().err
+
+
+def test_memory_errors_say_something(monkeypatch, capsys):
+    def fill(args):
+        raise MemoryError
+
+    monkeypatch.setattr(command, "run", fill)
+    assert main(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "h2o-jax: error: out of memory\n"
 
 
 def test_unreadable_options_end_with_usage(capsys):

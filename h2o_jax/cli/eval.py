@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from h2o_jax._outputs import check_outputs
-from h2o_jax.cli.errors import read_option
+from h2o_jax.cli.files import path_option, read_option
 from h2o_jax.cli.info import versions
 from h2o_jax.eval import TASKS, Cell, PolicySpec, Setup, Store, budget_tokens, evaluate, grid, policy_names
 from h2o_jax.eval.plot import check_plot, write_plot
@@ -74,12 +74,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"some of {', '.join(TASKS)}; default all")
-    parser.add_argument("--model", help="Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct")
+    model_help = "Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct"
+    parser.add_argument("--model", type=path_option, help=model_help)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU"
     )
     parser.add_argument(
-        "--text", type=Path, help="a UTF-8 text file; default the prose of Python's help topics"
+        "--text", type=path_option, help="a UTF-8 text file; default the prose of Python's help topics"
     )
     parser.add_argument(
         "--policies",
@@ -100,12 +101,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--steps", type=int, help="decode steps of perplexity and coverage")
     rows_help = "windows of the text, and passkeys at each depth; all are one batch"
     parser.add_argument("--rows", type=int, help=rows_help)
+    output_help = "JSON lines, one a finished cell; they are not run again"
+    parser.add_argument("--output", type=path_option, metavar="FILE", help=output_help)
+    parser.add_argument("--csv", type=path_option, metavar="FILE", help="also write the table")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON lines, one a finished cell; they are not run again"
-    )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="also draw quality against budget, such as out.png"
+        "--plot", type=path_option, metavar="FILE", help="also draw quality against budget, such as out.png"
     )
 
 
