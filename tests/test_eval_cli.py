@@ -54,7 +54,8 @@ def test_a_run_and_what_is_left_of_an_interrupted_one(options, tmp_path, monkeyp
     monkeypatch.setattr(
         command, "evaluate", lambda *args: ((ran.append(cell), (cell, r))[1] for cell, r in evaluate(*args))
     )
-    assert main(args) == 0
+    monkeypatch.chdir(options[options.index("--model") + 1])
+    assert main([*args, "--model", "."]) == 0
     again, err = capsys.readouterr()
     assert (
         "dropped a torn last line" in err

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import os
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -138,7 +139,7 @@ def _run(args, chosen, cells: list[Cell], budgets: list[int], text: str, store: 
         model, tokenizer = load(args.model, dtype=args.dtype)
     setup = Setup(model, tokenizer, text, chosen["context"], chosen["steps"], chosen["rows"])
     environment = {
-        "model": (default_model_path() if args.model is None else Path(args.model)).name,
+        "model": Path(os.path.abspath(args.model or default_model_path())).name,  # "." has no name
         "device": jax.devices()[0].device_kind,
         **setup.key(),
     }

@@ -13,6 +13,7 @@ import numpy as np
 from h2o_jax.eval import coverage, perplexity
 from h2o_jax.eval.budget import DENSE
 from h2o_jax.eval.cells import COVERAGE, PASSKEY, Cell
+from h2o_jax.eval.fingerprint import fingerprint
 from h2o_jax.eval.layerwise import Layerwise
 from h2o_jax.eval.observed import observe
 from h2o_jax.eval.passkey import QUESTION_TOKENS, Passkeys
@@ -57,6 +58,7 @@ class Setup:
         """What results depend on beside the cell, the model's name and the device."""
         return {
             "text": hashlib.sha256(self.text.encode()).hexdigest()[:12],
+            "fingerprint": fingerprint(self.model, self.tokenizer),
             "dtype": self.model.dtype.name,
             "context": self.context,
             "steps": self.steps,
