@@ -68,6 +68,7 @@ def generate(
             exceeds the model's context, the row or the pool, a stop token out of the vocabulary, a config
             of another model's sizes, or a wrong option. Nothing has run then.
         NotImplementedError: the named implementation can't run here.
+        FloatingPointError: logits that are not finite, so that no token is the next one.
     """
     loop = GenerationLoop(
         model,
@@ -172,6 +173,7 @@ class GenerationLoop:
 
         Raises:
             ValueError: before the end of `prefill()`, or no positive number.
+            FloatingPointError: logits that are not finite; the message says of which prompts.
         """
         if self._progress is None:
             raise ValueError("decode: expected prefill() to have run to its end")
@@ -181,6 +183,12 @@ class GenerationLoop:
         limit = self._max_new_tokens if num_tokens is None else begin + int(num_tokens)
         self._state, self._progress = self._run_decode(self._progress, min(limit, self._max_new_tokens))
         self._returned = int(self._progress.count)
+        if not self._progress.finite.all():
+            rows = np.flatnonzero(~np.asarray(self._progress.finite)).tolist()
+            raise FloatingPointError(
+                f"logits: expected finite numbers, got NaN or infinity for prompts {rows}, "
+                f"computing in {self._hidden.dtype.name}"
+            )
         return self._tokens(begin, self._returned)
 
     @property
@@ -279,12 +287,14 @@ class Progress:
         count: int32 scalar, columns of `tokens` that are filled.
         newest: [B] int32, each row's newest token, not cached yet.
         done: [B] bool, rows that are empty or have met a stop token.
+        finite: [B] bool, whether all logits were finite that tokens were drawn from.
     """
 
     tokens: jax.Array
     count: jax.Array
     newest: jax.Array
     done: jax.Array
+    finite: jax.Array
 
 
 @functools.partial(
@@ -355,6 +365,7 @@ def start_decode(
         count=jnp.int32(1),
         newest=newest,
         done=empty | jnp.isin(newest, stop_tokens),
+        finite=empty | jnp.isfinite(logits).all(axis=-1),
     )
 
 
@@ -400,7 +411,8 @@ def decode_loop(
         num_tokens = (~progress.done).astype(jnp.int32)
         tokens = progress.newest[:, None]
         state, last = advance(model, state, tokens, num_tokens, policy=policy, implementation=implementation)
-        newest = sampling.next_token(model.logits(last), progress.count)
+        logits = model.logits(last)
+        newest = sampling.next_token(logits, progress.count)
         column = jnp.where(progress.done, PAD, newest)
         return state, Progress(
             tokens=jax.lax.dynamic_update_slice(
@@ -409,6 +421,7 @@ def decode_loop(
             count=progress.count + 1,
             newest=newest,
             done=progress.done | jnp.isin(newest, stop_tokens),
+            finite=progress.finite & (progress.done | jnp.isfinite(logits).all(axis=-1)),
         )
 
     return jax.lax.while_loop(unfinished, step, (state, progress))

@@ -9,6 +9,7 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from h2o_jax.cli import generate as command
@@ -55,6 +56,19 @@ def test_a_budget_that_covers_all_is_not_compared(directory, monkeypatch, capsys
     err = capsys.readouterr().err
     assert "100.0% of pages cached" in err and err.count("compiling") == 1
     assert err.endswith("not compared with dense attention: each step read all cached pages, as that does\n")
+
+
+def test_a_model_that_is_not_finite_gives_no_text(directory, monkeypatch, capsys):
+    def broken(*args, **options):
+        model, tokenizer = load(*args, **options)
+        model.norm.scale[...] *= jnp.nan
+        return model, tokenizer
+
+    load = command.load
+    monkeypatch.setattr(command, "load", broken)
+    assert main(["generate", "--model", str(directory), "--prompt", PROMPT, "--max-new-tokens", "3"]) == 2
+    out, err = capsys.readouterr()
+    assert "error: logits: expected finite numbers, got NaN or infinity for prompts [0]" in err and out == ""
 
 
 def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, capsys):

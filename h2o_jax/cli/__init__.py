@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ModuleNotFoundError as error:
         return _refuse(f"{error}; this command needs: pip install 'h2o-jax[cli]'")
-    except (ValueError, OSError, ImportError, NotImplementedError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError, MemoryError, FloatingPointError) as error:
         return _refuse(describe(error, args))
     except KeyboardInterrupt:
         print("\nh2o-jax: interrupted", file=sys.stderr)

@@ -83,19 +83,20 @@ class Passkeys:
         """The share of numbers found, "accuracy", and by depth in percent, "accuracy_by_depth"."""
         state = self._prefix.state_for(policy, page_size, self._tokens.shape[1] - 1)
         _, predictions, _ = decode(self._model, state, self._tokens, self._counts, policy=policy)
-        return accuracy(predictions.correct, self._counts, self._answers)
+        correct = np.where(np.isfinite(predictions.surprise), predictions.correct, np.nan)
+        return accuracy(correct, self._counts, self._answers)
 
 
 def accuracy(correct: np.ndarray, counts: np.ndarray, answers: list[int]) -> dict[str, Any]:
     """What share of the rows predicted their whole answer; as many rows for each of `DEPTHS`, in order.
 
     Args:
-        correct: [n, R] bool, whether each prediction was right.
+        correct: [n, R], whether each prediction was right; NaN where that can't be said.
         counts: [R], predictions of each row.
         answers: how many of them, the last ones, are of the answer.
     """
     rows = enumerate(zip(counts, answers, strict=True))
-    found = [correct[count - answer : count, row].all() for row, (count, answer) in rows]
+    found = [correct[count - answer : count, row].min() for row, (count, answer) in rows]
     by_depth = np.reshape(found, (len(DEPTHS), -1)).mean(axis=1)
     return {
         "accuracy": float(np.mean(found)),
