@@ -54,7 +54,7 @@ def generate(
         stop_tokens: ids that end a request, in any iterable or array; the id itself is its last token.
         temperature: 0 takes the most likely token; above 0 samples with this temperature.
         top_p: sample from the smallest set of tokens with this probability, in (0, 1].
-        seed: of the sampling.
+        seed: of the sampling, in [0, 2**32).
         page_size: tokens a page; None is the policy's own where it has one, else 16.
         config: sizes of the cache, to keep one compilation over many calls; None fits them to the
             prompts. With it, `page_size` must be left None.
@@ -116,7 +116,7 @@ class GenerationLoop:
         config: CacheConfig | None = None,
         implementation: str | None = None,
     ):
-        check_options(max_new_tokens, temperature, top_p)
+        check_options(max_new_tokens, temperature, top_p, seed)
         require_policy(policy)
         require_runnable(implementation)
         max_new_tokens = int(max_new_tokens)  # a narrow NumPy integer would wrap in sums
@@ -127,8 +127,11 @@ class GenerationLoop:
         stop_tokens = check_stop_tokens(stop_tokens, model.config.vocab_size)
         checked = _check_prompts(prompts, model.config.vocab_size)
         self.lengths = np.array([len(prompt) for prompt in checked], np.int32)
-        self.config = config or _fit_config(model, self.lengths, policy, max_new_tokens, page_size)
-        _check_room(self.lengths, max_new_tokens, model.config.max_position_embeddings, self.config)
+        context = model.config.max_position_embeddings
+        self.config = config or _fit_config(
+            model, self.lengths, policy, min(max_new_tokens, context), page_size
+        )
+        _check_room(self.lengths, max_new_tokens, context, self.config)
 
         self._policy = policy
         self._chunk = min(PREFILL_CHUNK, _next_power_of_two(int(self.lengths.max())))
@@ -456,13 +459,21 @@ def advance(
     return state, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
 
-def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:
+def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
     """Raises ValueError unless these options of `generate` are in range."""
     check_max_new_tokens(max_new_tokens)
-    if not temperature >= 0:
-        raise ValueError(f"temperature: expected a number >= 0, got {temperature!r}")
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if temperature != 0 and not least <= temperature <= most:
+        raise ValueError(f"temperature: expected 0 or a positive number in float32, got {temperature!r}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
+    check_seed(seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError unless it is a seed that JAX can tell from all others."""
+    if not is_integer(seed, 0) or seed >= 2**32:
+        raise ValueError(f"seed: expected an integer in [0, 2**32), got {seed!r}")
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:

@@ -94,7 +94,12 @@ def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, c
         (["--dense-layers", "7"], "error: --dense-layers: expected layers below num_layers = 2, got [7]"),
         (["--max-new-tokens", "0"], "error: --max-new-tokens: expected a positive integer, got 0"),
         (["--max-new-tokens", "600"], " and 600 new ones exceed the model's context of 512 tokens"),
-        (["--temperature", "-1"], "error: --temperature: expected a number >= 0, got -1.0"),
+        (["--max-new-tokens", "9" * 20], f"{'9' * 20} new ones exceed the model's context of 512"),
+        (["--seed", str(2**63)], f"error: --seed: expected an integer in [0, 2**32), got {2**63}"),
+        *(
+            (["--temperature", t], f"--temperature: expected 0 or a positive number in float32, got {t}")
+            for t in ("-1", "inf", "nan", "1e+308", "1e+39", "1e-50")
+        ),
         (["--prompt", " "], "the prompt is empty"),
         (["--prompt-file", "missing.txt"], "error: missing.txt: no such file or directory\n"),
         (["--prompt-file", "/"], "error: /: is a directory\n"),

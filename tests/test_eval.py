@@ -283,5 +283,5 @@ def test_passkeys_run_ragged(loaded, monkeypatch):
         ValueError, match="question: expected at most 8 tokens with this model's template, got "
     ):
         passkey.Passkeys(Layerwise(model), tokenizer, "Hello world. " * 60, 300, 1, nothing)
-    with pytest.raises(ValueError, match="text: expected at least 300 tokens, got "):
+    with pytest.raises(ValueError, match="text: expected at least 304 tokens for 5 passages of 300, got "):
         passkey.Passkeys(Layerwise(model), tokenizer, "Hello", 300, 1, nothing)

@@ -226,7 +226,7 @@ def test_sampling_is_reproducible_and_a_row_does_not_depend_on_the_batch(model):
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    logits = jnp.log(jnp.array([[0.1, 0.5, 0.25, 0.15]]))
+    logits = 100 + jnp.log(jnp.array([[0.1, 0.5, 0.25, 0.15]]))
     keys = jax.random.split(jax.random.key(0), 4000)
 
     def draw(top_p, temperature=1.0):
@@ -239,6 +239,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
     np.testing.assert_allclose(draw(0.7), [0, 2 / 3, 1 / 3, 0], atol=0.03)
     np.testing.assert_allclose(draw(1e-6), [0, 1, 0, 0])
     assert draw(1.0, temperature=0.25)[1] > 0.9
+    np.testing.assert_allclose(draw(1.0, temperature=1.2e-38), [0, 1, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -254,6 +255,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
         (dict(stop_tokens="a"), r"stop_tokens: expected integers in \[0, 61\), got 'a'"),
         (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),
+        (dict(seed=-1), r"seed: expected an integer in \[0, 2\*\*32\), got -1"),
+        (dict(max_new_tokens=10**20), "new ones exceed the model's context of 128 tokens"),
         (dict(top_p=0.0), "top_p"),
         (dict(top_p=1.5), "top_p"),
         (dict(page_size=0), "page_size"),

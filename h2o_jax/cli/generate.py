@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     policy, page_size = policy_from_options(args)
-    check_options(args.max_new_tokens, args.temperature, args.top_p)
+    check_options(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     require_runnable(args.implementation)
     text = _prompt_text(args)
     console = Console(stderr=True)

@@ -39,7 +39,7 @@ class Passkeys:
         progress: see `prefill`.
 
     Raises:
-        ValueError: a filler shorter than the context, or a question that does not fit its room.
+        ValueError: a filler too short for passages that differ, or a question that does not fit its room.
     """
 
     def __init__(
@@ -51,10 +51,14 @@ class Passkeys:
         rows: int,
         progress: Callable[[int], None],
     ):
+        filler, passages = tokenizer.encode(text, add_special_tokens=False), rows * len(DEPTHS)
+        need = context + passages - 1
+        if len(filler) < need:
+            raise ValueError(
+                f"text: expected at least {need} tokens for {passages} passages of {context}, "
+                f"got {len(filler)}"
+            )
         self._model, depths = model, np.repeat(DEPTHS, rows)
-        filler = tokenizer.encode(text, add_special_tokens=False)
-        if len(filler) < context:
-            raise ValueError(f"text: expected at least {context} tokens, got {len(filler)}")
         rng = np.random.default_rng(0)
         starts = np.linspace(0, len(filler) - context, len(depths)).astype(int)
         prompts, forced, self._answers = [], [], []

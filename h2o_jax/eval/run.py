@@ -50,8 +50,8 @@ class Setup:
         new, limit = max(self.steps, QUESTION_TOKENS), self.model.config.max_position_embeddings
         if self.context + new > limit:
             raise ValueError(
-                f"context: expected at most {limit - new} tokens before {new} new ones, since the model's "
-                f"context is {limit}; got {self.context}"
+                f"context + steps: expected at most {limit} tokens, the model's context, "
+                f"got {self.context} + {new}" + (" for a question" if new > self.steps else "")
             )
 
     def key(self) -> dict[str, Any]:
