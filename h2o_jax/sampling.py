@@ -22,8 +22,7 @@ def sample_top_p(logits: jax.Array, keys: jax.Array, temperature: jax.Array, top
         [B] int32 tokens.
     """
     order = jnp.argsort(-logits, axis=-1)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
-    ranked = (ranked - ranked[:, :1]) / temperature  # a small temperature must not make the first infinite
+    ranked = jnp.take_along_axis(logits, order, axis=-1) / temperature
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability  # the first token has 0 before it: always kept
     ranked = jnp.where(before < top_p, ranked, -jnp.inf)

@@ -78,7 +78,7 @@ def test_a_run_and_what_is_left_of_an_interrupted_one(options, tmp_path, monkeyp
         (["--budgets", "200"], "budgets: expected fractions below 1"),
         (["--budgets", "32"], "budgets: expected at least 64 tokens with pages of 16"),
         (["--steps", "0"], "steps: expected a positive integer, got 0"),
-        (["--context", "500"], "context + steps: expected at most 512 tokens, the model's context, got 500 + 64 f"),
+        (["--context", "500"], "context + steps: expected at most 512 tokens, the model's context, got 500 + 64 "),
         (["--steps", "9" * 20], f"expected at most 512 tokens, the model's context, got 200 + {'9' * 20}\n"),
         (["--rows", "100"], "text: expected at least"),
         (["--rows", "9" * 20, "--", "perplexity"], "text: expected at least"),
