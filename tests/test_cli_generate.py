@@ -1,5 +1,7 @@
 """`h2o-jax generate` on a tiny model: text, report, comparison, and every refusal."""
 
+import errno
+import io
 import os
 import re
 import signal
@@ -152,6 +154,17 @@ def test_no_path_is_not_the_current_directory(name, option, capsys):
         main([name, option, ""])
     assert exit_info.value.code == 2
     assert f"argument {option}: expected a path, got ''" in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_standard_output(monkeypatch, capsys):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(command, "run", lambda args: 0)
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "h2o-jax: error: standard output: no space left on device\n"
 
 
 def test_memory_errors_say_something(monkeypatch, capsys):
