@@ -15,6 +15,7 @@ def check_outputs(**outputs: Path | None) -> None:
 
     Raises:
         FileNotFoundError: no directory to hold the file.
+        PermissionError: the system would refuse to write it.
         ValueError: something that is not a regular file, such as a directory or a device, or one file twice.
     """
     found = {}
@@ -28,6 +29,8 @@ def check_outputs(**outputs: Path | None) -> None:
             )
         if not target.parent.is_dir():
             raise FileNotFoundError(f"{name}: {target.parent}: no such directory")
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise PermissionError(f"{name}: {path}: permission denied")
         found[name] = target.stat()[1:3] if target.exists() else target  # inode and device: links may be hard
     for one, other in itertools.combinations(found, 2):
         if found[one] == found[other]:

@@ -131,6 +131,17 @@ def test_what_is_no_file_is_refused_before_anything_runs(options, option, tmp_pa
         assert path.is_symlink() or path in (pipe, tmp_path)
 
 
+@pytest.mark.parametrize("option", ["--output", "--csv", "--plot"])
+def test_what_can_not_be_written_is_refused_at_once(options, option, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "file.png"
+    for refused in (tmp_path, file):  # as if by the system, which lets root do all
+        monkeypatch.setattr(os, "access", lambda path, mode, refused=refused: path != refused)
+        assert main(["eval", *options, option, str(file)]) == 2
+        out, err = capsys.readouterr()
+        assert err == f"h2o-jax: error: {option}: {file}: permission denied\n" and out == ""
+        file.touch()
+
+
 @pytest.mark.parametrize("pair", [("--output", "--csv"), ("--output", "--plot"), ("--csv", "--plot")])
 def test_no_two_options_name_one_file(options, pair, tmp_path, capsys):
     file, soft, hard = (tmp_path / name for name in ("a.png", "soft.png", "hard.png"))

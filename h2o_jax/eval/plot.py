@@ -66,12 +66,12 @@ def write_plot(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no policy but dense attention in the records.
+        ValueError: no policy but dense attention in the records, or nothing finite.
     """
     pyplot = _pyplot()
     panels = [panel for panel in _PANELS if any(_points(panel, records))]
     if not panels:
-        raise ValueError("--plot: expected a policy with a budget; dense attention alone is no line")
+        raise ValueError("--plot: expected a policy with a budget and finite results, got none to draw")
     policies = list(dict.fromkeys(str(policy_of(record)) for record in records if record["policy"] != DENSE))
     sizes = sorted({record["page_size"] for record in records if record["policy"] != DENSE})
     colours = pyplot.get_cmap("tab20" if len(policies) > 10 else "tab10")
