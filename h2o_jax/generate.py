@@ -129,7 +129,7 @@ class GenerationLoop:
         self.lengths = np.array([len(prompt) for prompt in checked], np.int32)
         context = model.config.max_position_embeddings
         self.config = config or _fit_config(
-            model, self.lengths, policy, min(max_new_tokens, context), page_size
+            model, self.lengths, policy, min(max_new_tokens, context), page_size  # more is refused next
         )
         _check_room(self.lengths, max_new_tokens, context, self.config)
 
