@@ -56,7 +56,7 @@ def generate(
         stop_tokens: ids that end a request, in any iterable or array; the id itself is its last token.
         temperature: 0 takes the most likely token; above 0 samples with this temperature.
         top_p: sample from the smallest set of tokens with this probability, in (0, 1].
-        seed: of the sampling.
+        seed: of the sampling, in [0, 2**32).
         page_size: tokens a page; None is the policy's own where it has one, else 16.
         config: sizes of the cache, to keep one compilation over many calls; None fits them to the
             prompts. With it, `page_size` must be left None.
@@ -70,6 +70,7 @@ def generate(
             exceeds the model's context, the row or the pool, a stop token out of the vocabulary, a config
             of another model's sizes, or a wrong option. Nothing has run then.
         NotImplementedError: the named implementation can't run here.
+        FloatingPointError: logits that are not finite, so that no token is the next one.
     """
     loop = GenerationLoop(
         model,
@@ -117,7 +118,7 @@ class GenerationLoop:
         config: CacheConfig | None = None,
         implementation: str | None = None,
     ):
-        check_options(max_new_tokens, temperature, top_p)
+        check_options(max_new_tokens, temperature, top_p, seed)
         require_policy(policy)
         require_runnable(implementation)
         max_new_tokens = int(max_new_tokens)  # a narrow NumPy integer would wrap in sums
@@ -128,8 +129,11 @@ class GenerationLoop:
         stop_tokens = check_stop_tokens(stop_tokens, model.config.vocab_size)
         checked = _check_prompts(prompts, model.config.vocab_size)
         self.lengths = np.array([len(prompt) for prompt in checked], np.int32)
-        self.config = config or _fit_config(model, self.lengths, policy, max_new_tokens, page_size)
-        _check_room(self.lengths, max_new_tokens, model.config.max_position_embeddings, self.config)
+        context = model.config.max_position_embeddings
+        self.config = config or _fit_config(
+            model, self.lengths, policy, min(max_new_tokens, context), page_size  # more is refused next
+        )
+        _check_room(self.lengths, max_new_tokens, context, self.config)
 
         self._policy = policy
         self._chunk = min(PREFILL_CHUNK, _next_power_of_two(int(self.lengths.max())))
@@ -174,6 +178,7 @@ class GenerationLoop:
 
         Raises:
             ValueError: before the end of `prefill()`, or no positive number.
+            FloatingPointError: logits that are not finite; the message says of which prompts.
         """
         if self._progress is None:
             raise ValueError("decode: expected prefill() to have run to its end")
@@ -183,6 +188,12 @@ class GenerationLoop:
         limit = self._max_new_tokens if num_tokens is None else begin + int(num_tokens)
         self._state, self._progress = self._run_decode(self._progress, min(limit, self._max_new_tokens))
         self._returned = int(self._progress.count)
+        if not self._progress.finite.all():
+            rows = np.flatnonzero(~np.asarray(self._progress.finite)).tolist()
+            raise FloatingPointError(
+                f"logits: expected finite numbers, got NaN or infinity for prompts {rows}, "
+                f"computing in {self._hidden.dtype.name}"
+            )
         return self._tokens(begin, self._returned)
 
     @property
@@ -281,12 +292,14 @@ class Progress:
         count: int32 scalar, columns of `tokens` that are filled.
         newest: [B] int32, each row's newest token, not cached yet.
         done: [B] bool, rows that are empty or have met a stop token.
+        finite: [B] bool, whether all logits were finite that tokens were drawn from.
     """
 
     tokens: jax.Array
     count: jax.Array
     newest: jax.Array
     done: jax.Array
+    finite: jax.Array
 
 
 @functools.partial(
@@ -357,6 +370,7 @@ def start_decode(
         count=jnp.int32(1),
         newest=newest,
         done=empty | jnp.isin(newest, stop_tokens),
+        finite=empty | jnp.isfinite(logits).all(axis=-1),
     )
 
 
@@ -402,7 +416,8 @@ def decode_loop(
         num_tokens = (~progress.done).astype(jnp.int32)
         tokens = progress.newest[:, None]
         state, last = advance(model, state, tokens, num_tokens, policy=policy, implementation=implementation)
-        newest = sampling.next_token(model.logits(last), progress.count)
+        logits = model.logits(last)
+        newest = sampling.next_token(logits, progress.count)
         column = jnp.where(progress.done, PAD, newest)
         return state, Progress(
             tokens=jax.lax.dynamic_update_slice(
@@ -411,6 +426,7 @@ def decode_loop(
             count=progress.count + 1,
             newest=newest,
             done=progress.done | jnp.isin(newest, stop_tokens),
+            finite=progress.finite & (progress.done | jnp.isfinite(logits).all(axis=-1)),
         )
 
     return jax.lax.while_loop(unfinished, step, (state, progress))
@@ -445,13 +461,21 @@ def advance(
     return state, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
 
-def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:
+def check_options(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
     """Raises ValueError unless these options of `generate` are in range."""
     check_max_new_tokens(max_new_tokens)
-    if not temperature >= 0:
-        raise ValueError(f"temperature: expected a number >= 0, got {temperature!r}")
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if temperature != 0 and not least <= temperature <= most:
+        raise ValueError(f"temperature: expected 0 or a positive number in float32, got {temperature!r}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected a number in (0, 1], got {top_p!r}")
+    check_seed(seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError unless it is a seed that JAX can tell from all others."""
+    if not is_integer(seed, 0) or seed >= 2**32:
+        raise ValueError(f"seed: expected an integer in [0, 2**32), got {seed!r}")
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:

@@ -102,12 +102,16 @@ def agreement(dense_logits: jax.Array, policy_logits: jax.Array) -> Agreement:
 
     Raises:
         ValueError: two shapes, or no position to compare.
+        FloatingPointError: logits that are not finite, which agree in nothing.
     """
     if dense_logits.shape != policy_logits.shape or not dense_logits.size:
         raise ValueError(
             "dense_logits, policy_logits: expected one shape [n, V] with n of at least 1; got "
             f"{list(dense_logits.shape)}, {list(policy_logits.shape)}"
         )
+    for name, logits in (("dense_logits", dense_logits), ("policy_logits", policy_logits)):
+        if not jnp.isfinite(logits).all():
+            raise FloatingPointError(f"{name}: expected finite numbers, got NaN or infinity")
     kl, same = divergence(dense_logits, policy_logits)
     return Agreement(top1=float(same.mean()), mean_kl=float(kl.mean()))
 

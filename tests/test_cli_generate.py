@@ -1,13 +1,17 @@
 """`h2o-jax generate` on a tiny model: text, report, comparison, and every refusal."""
 
+import errno
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from h2o_jax.cli import generate as command
@@ -56,6 +60,19 @@ def test_a_budget_that_covers_all_is_not_compared(directory, monkeypatch, capsys
     assert err.endswith("not compared with dense attention: each step read all cached pages, as that does\n")
 
 
+def test_a_model_that_is_not_finite_gives_no_text(directory, monkeypatch, capsys):
+    def broken(*args, **options):
+        model, tokenizer = load(*args, **options)
+        model.norm.scale[...] *= jnp.nan
+        return model, tokenizer
+
+    load = command.load
+    monkeypatch.setattr(command, "load", broken)
+    assert main(["generate", "--model", str(directory), "--prompt", PROMPT, "--max-new-tokens", "3"]) == 2
+    out, err = capsys.readouterr()
+    assert "error: logits: expected finite numbers, got NaN or infinity for prompts [0]" in err and out == ""
+
+
 def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, capsys):
     seen = []
     encode = command._encode
@@ -79,7 +96,12 @@ def test_prompt_file_comes_before_the_prompt(directory, tmp_path, monkeypatch, c
         (["--dense-layers", "7"], "error: --dense-layers: expected layers below num_layers = 2, got [7]"),
         (["--max-new-tokens", "0"], "error: --max-new-tokens: expected a positive integer, got 0"),
         (["--max-new-tokens", "600"], " and 600 new ones exceed the model's context of 512 tokens"),
-        (["--temperature", "-1"], "error: --temperature: expected a number >= 0, got -1.0"),
+        (["--max-new-tokens", "9" * 20], f"{'9' * 20} new ones exceed the model's context of 512"),
+        (["--seed", str(2**63)], f"error: --seed: expected an integer in [0, 2**32), got {2**63}"),
+        *(
+            (["--temperature", t], f"--temperature: expected 0 or a positive number in float32, got {t}")
+            for t in ("-1", "inf", "nan", "1e+308", "1e+39", "1e-50")
+        ),
         (["--prompt", " "], "the prompt is empty"),
         (["--prompt-file", "missing.txt"], "error: missing.txt: no such file or directory\n"),
         (["--prompt-file", "/"], "error: /: is a directory\n"),
@@ -105,6 +127,53 @@ def test_prompt_file_that_is_not_text(directory, tmp_path, capsys):
     file.write_bytes(b"\xff\xfe\xff")
     assert main(["generate", "--model", str(directory), "--prompt-file", str(file)]) == 2
     assert "expected UTF-8 text" in capsys.readouterr().err
+
+
+def test_prompt_file_has_a_limit_and_may_be_a_pipe(directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("h2o_jax.cli.files.MOST_TEXT", 1000)
+    args = ["generate", "--model", str(directory), "--prompt-file"]
+    assert main([*args, "/dev/zero"]) == 2
+    message = "error: --prompt-file /dev/zero: expected at most 1000 characters, got more\n"
+    assert capsys.readouterr().err.endswith(message)
+    monkeypatch.setattr(command, "_encode", lambda tokenizer, text, raw: pytest.fail(f"read {text}"))
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=["\ufeffA text.".encode()])
+    writer.start()
+    with pytest.raises(pytest.fail.Exception, match="^read A text.$"):
+        main([*args, str(tmp_path / "pipe")])
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("generate", "--model"), ("generate", "--prompt-file"), ("bench", "--output")]
+    + [("eval", option) for option in ("--model", "--text", "--output", "--csv", "--plot")],
+)
+def test_no_path_is_not_the_current_directory(name, option, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([name, option, ""])
+    assert exit_info.value.code == 2
+    assert f"argument {option}: expected a path, got ''" in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_standard_output(monkeypatch, capsys):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(command, "run", lambda args: 0)
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "h2o-jax: error: standard output: no space left on device\n"
+
+
+def test_memory_errors_say_something(monkeypatch, capsys):
+    def fill(args):
+        raise MemoryError
+
+    monkeypatch.setattr(command, "run", fill)
+    assert main(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "h2o-jax: error: out of memory\n"
 
 
 def test_unreadable_options_end_with_usage(capsys):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from scipy.special import log_softmax, softmax
 
 import h2o_jax
@@ -202,6 +203,23 @@ def test_observing_changes_nothing_else(windows):
     assert results["mass"] == pytest.approx(np.mean(results["mass_by_head"]))
 
 
+def test_a_model_that_is_not_finite_has_no_shares(loaded, monkeypatch):
+    """As its most likely token is always the first, it would agree with itself, and read the best pages."""
+    model = Layerwise(nnx.clone(loaded[0]))
+    _, blocks = model._blocks[0]
+    blocks["attention_norm"]["scale"][...] *= jnp.nan
+    windows = Windows(model, [1], TOKENS, CONTEXT, STEPS, ROWS, nothing)
+    found = perplexity.summarise(windows.dense)
+    assert np.isnan([found[name] for name in ("perplexity", "kl", "top1")]).all()
+    policy = h2o_jax.get_policy("gqa_h2o_token_sparse_attention", top_k=9)
+    found = coverage.measure(windows, observe(policy), 1)
+    assert np.isnan(found["mass"]) and np.isnan(found["recall"])
+    monkeypatch.setattr(passkey, "QUESTION_TOKENS", 80)
+    keys = passkey.Passkeys(model, loaded[1], "Hello world. " * 60, 300, 1, nothing)
+    found = keys.measure(h2o_jax.get_policy("dense_attention"), 16)
+    assert np.isnan([found["accuracy"], *found["accuracy_by_depth"].values()]).all()
+
+
 def test_random_pages_differ_by_step_layer_row_and_seed(rng):
     cache, table, q, _ = random_cache(rng, (40, 40), 24, 4)
     window = Window(jnp.array([1, 1]), jnp.array([8, 8]))
@@ -265,5 +283,5 @@ def test_passkeys_run_ragged(loaded, monkeypatch):
         ValueError, match="question: expected at most 8 tokens with this model's template, got "
     ):
         passkey.Passkeys(Layerwise(model), tokenizer, "Hello world. " * 60, 300, 1, nothing)
-    with pytest.raises(ValueError, match="text: expected at least 300 tokens, got "):
+    with pytest.raises(ValueError, match="text: expected at least 304 tokens for 5 passages of 300, got "):
         passkey.Passkeys(Layerwise(model), tokenizer, "Hello", 300, 1, nothing)

@@ -1,8 +1,11 @@
 """Cells, budgets, and the files in which results are kept; nothing is run."""
 
+import contextlib
 import csv
 import json
+import os
 import re
+import resource
 import sys
 from fractions import Fraction
 
@@ -121,46 +124,123 @@ def record(task="perplexity", policy=GQA, page_size=16, budget=128, **results):
     return dict(task=task, policy=policy, options={}, page_size=page_size, budget=budget, **around, **results)
 
 
+def stored(file, *keys):
+    """Adds a record of each key, in a store of its own; what that says it dropped."""
+    with Store(file) as store:
+        for key in keys:
+            store.append(key, {})
+        return store.note
+
+
 def test_store_gives_back_what_it_holds(tmp_path):
     file = tmp_path / "cells.jsonl"
-    key = {"policy": TOKEN, "options": {"decay": 0.99609375}}
-    Store(file).append(key | {"date": "2026-11-29"}, {"kl": 1 / 3, "by_step": [float("nan"), 2.0]})
-    Store(file).append(key | {"date": "2026-11-30"}, {"kl": 2 / 3})
-    store = Store(file)
-    assert store.note == "" and store.find(key)["kl"] == 0.666667
-    assert store.find(key | {"date": "2026-11-29"})["by_step"] == [None, 2.0]
-    assert store.find(key | {"options": {"decay": 0.9}}) is None and store.find(key | {"other": 1}) is None
+    key = {"task": "coverage", "policy": TOKEN, "options": {"decay": 0.99609375}}
+    with Store(file) as store:
+        store.append(key | {"date": "2026-11-29"}, {"kl": 1 / 3, "by_step": [float("nan"), 2.0]})
+    with Store(file) as store:
+        store.append(key | {"date": "2026-11-30"}, {"kl": 2 / 3})
+    with Store(file) as store:
+        assert store.note == "" and store.find(key)["kl"] == 0.666667
+        assert store.find(key | {"date": "2026-11-29"})["by_step"] == [None, 2.0]
+        for other in ({"options": {"decay": 0.9}}, {"other": 1}):
+            assert store.find(key | other) is None
     assert [json.loads(line)["date"] for line in file.read_text().splitlines()] == [
         "2026-11-29",
         "2026-11-30",
     ]
 
 
-@pytest.mark.parametrize("tail", ['{"cell": 2, "k', "\x00\x00", "12"])
+@pytest.mark.parametrize("tail", ["{", '{"ta', '{"task": 2, "k'])
 def test_a_torn_last_line_is_dropped(tmp_path, tail):
     file = tmp_path / "cells.jsonl"
-    Store(file).append({"cell": 1}, {})
+    stored(file, {"task": 1})
     whole = file.read_text()
     file.write_text(whole + tail)
-    store = Store(file)
-    assert store.note == f"{file}: dropped a torn last line" and file.read_text() == whole
-    assert store.find({"cell": 1}) and store.find({"cell": 2}) is None
-    store.append({"cell": 2}, {})
-    assert Store(file).find({"cell": 2}) and Store(file).note == ""
+    with Store(file) as store:
+        assert store.note == f"{file}: dropped a torn last line" and file.read_text() == whole
+        assert store.find({"task": 1}) and store.find({"task": 2}) is None
+        store.append({"task": 2}, {})
+    with Store(file) as store:
+        assert store.find({"task": 2}) and store.note == ""
 
 
 def test_a_last_line_without_its_end_is_kept(tmp_path):
     file = tmp_path / "cells.jsonl"
-    file.write_text('{"cell": 1}')
-    Store(file).append({"cell": 2}, {})
-    assert Store(file).find({"cell": 1}) and Store(file).find({"cell": 2})
+    file.write_text('{"task": 1}')
+    stored(file, {"task": 2})
+    with Store(file) as store:
+        assert store.find({"task": 1}) and store.find({"task": 2})
 
 
-def test_any_other_wrong_line_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "not JSON\n",
+        '{"task": 3, "torn\n',
+        "notes without an end",
+        "\x00\x00",
+        "12",
+        '{"name": "no cell"}\n',
+        '{"name": "no cell", ',
+        "[" * 100_000,
+    ],
+    ids=range(8),
+)
+def test_any_other_wrong_line_is_refused(tmp_path, line):
     file = tmp_path / "cells.jsonl"
-    file.write_text('{"cell": 1}\nnot JSON\n{"cell": 3}\n')
-    with pytest.raises(ValueError, match="line 2: expected a JSON object, got b'not JSON"):
-        Store(file)
+    file.write_text('{"task": 1}\n' + line)
+    for after in ("", '{"task": 3}\n'):
+        with file.open("a") as end:
+            end.write(after)
+        before = file.read_text()
+        with pytest.raises(ValueError, match="cells.jsonl, line 2: expected a record of an eval"):
+            Store(file)
+        assert file.read_text() == before
+
+
+def test_a_store_needs_a_file_of_limited_size(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"path: expected a file or none yet at {path}; it is a "):
+            Store(path)
+    stored(tmp_path / "cells.jsonl", {"task": 1})
+    monkeypatch.setattr("h2o_jax.eval.store.MOST_BYTES", 10)
+    with pytest.raises(ValueError, match="cells.jsonl: expected at most 10 bytes of records, got more"):
+        Store(tmp_path / "cells.jsonl")
+
+
+def test_two_stores_can_not_have_one_file(tmp_path):
+    file, link = tmp_path / "cells.jsonl", tmp_path / "link"
+    link.symlink_to(file)
+    with Store(file) as store:
+        with pytest.raises(BlockingIOError, match="link: in use by another evaluation"):
+            Store(link)
+        store.append({"task": 1}, {})
+    stored(link, {"task": 2})
+    assert len(file.read_text().splitlines()) == 2
+
+
+@contextlib.contextmanager
+def disk_full_after(size):
+    """As if no file could have more bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path):
+    file = tmp_path / "cells.jsonl"
+    stored(file, {"task": 1})
+    with pytest.raises(OSError) as raised, disk_full_after(20), Store(file) as store:
+        store.append({"task": 2}, {})
+    assert str(raised.value.filename) == str(file)
+    assert stored(file) == f"{file}: dropped a torn last line"
+    with pytest.raises(OSError) as raised, disk_full_after(20):
+        write_csv(tmp_path / "table.csv", [record(perplexity=9.5)])
+    assert raised.value.filename == tmp_path / "table.csv"
 
 
 def test_csv(tmp_path):
@@ -174,9 +254,23 @@ def test_csv(tmp_path):
     assert [row["kl"] for row in rows] == ["0.25", ""] and [row["mass"] for row in rows] == ["", "0.5"]
     assert rows[1]["options"] == "decay=0" and rows[1]["model"] == "tiny"
     before = file.read_text()
-    with pytest.raises(KeyError):  # as an interrupt would, half-way
+    with pytest.raises(KeyError):
         write_csv(file, [records[1], {"task": "coverage"}])
     assert file.read_text() == before
+
+
+def test_csv_is_written_through_links(tmp_path):
+    file, soft, hard = (tmp_path / name for name in ("table.csv", "soft", "hard"))
+    soft.symlink_to(file)
+    for path in (soft, hard):
+        write_csv(path, [record(perplexity=9.5)])
+        assert len(file.read_text().splitlines()) == 2
+        if path is soft:
+            file.chmod(0o600)
+            hard.hardlink_to(file)
+            file.write_text("old")
+    assert soft.is_symlink() and file.stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hard", "soft", "table.csv"]
 
 
 def test_table():

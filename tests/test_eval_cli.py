@@ -1,6 +1,7 @@
 """`h2o-jax eval` on a tiny model: what it says and writes, going on after an interrupt, and every refusal."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -53,7 +54,8 @@ def test_a_run_and_what_is_left_of_an_interrupted_one(options, tmp_path, monkeyp
     monkeypatch.setattr(
         command, "evaluate", lambda *args: ((ran.append(cell), (cell, r))[1] for cell, r in evaluate(*args))
     )
-    assert main(args) == 0
+    monkeypatch.chdir(options[options.index("--model") + 1])
+    assert main([*args, "--model", "."]) == 0
     again, err = capsys.readouterr()
     assert (
         "dropped a torn last line" in err
@@ -76,8 +78,13 @@ def test_a_run_and_what_is_left_of_an_interrupted_one(options, tmp_path, monkeyp
         (["--budgets", "200"], "budgets: expected fractions below 1"),
         (["--budgets", "32"], "budgets: expected at least 64 tokens with pages of 16"),
         (["--steps", "0"], "steps: expected a positive integer, got 0"),
-        (["--context", "500"], "context: expected at most 448 tokens before 64 new ones"),
+        (["--context", "500"], "context + steps: expected at most 512 tokens, the model's context, got 500 + 64 "),
+        (["--steps", "9" * 20], f"expected at most 512 tokens, the model's context, got 200 + {'9' * 20}\n"),
         (["--rows", "100"], "text: expected at least"),
+        (["--rows", "9" * 20, "--", "perplexity"], "text: expected at least"),
+        (["--rows", "9" * 20, "--", "passkey"], "text: expected at least"),
+        (["--policies", f"random:seed={2**63}"], f"seed: expected an integer in [0, 2**32), got {2**63}"),
+        (["--policies", "random:seed=0.5"], "seed: expected an integer in [0, 2**32), got 0.5"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--model", "missing.gguf"], "missing.gguf"),
     ],
@@ -108,6 +115,45 @@ def test_files_are_refused_before_anything_runs(options, tmp_path, capsys):
         assert main(["eval", *options, option, missing]) == 2
         out, err = capsys.readouterr()
         assert str(tmp_path / "missing") in err and "no such" in err.lower() and out == ""
+
+
+@pytest.mark.parametrize("option", ["--output", "--csv", "--plot"])
+def test_what_is_no_file_is_refused_before_anything_runs(options, option, tmp_path, capsys):
+    pipe, loop, link = tmp_path / "pipe", tmp_path / "loop", tmp_path / "link"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    link.symlink_to(pipe)
+    for path in (pipe, loop, link, tmp_path):
+        assert main(["eval", *options, option, str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith(f"h2o-jax: error: {option}: expected a file or none yet at {path}; it is a")
+        assert out == ""
+        assert path.is_symlink() or path in (pipe, tmp_path)
+
+
+@pytest.mark.parametrize("option", ["--output", "--csv", "--plot"])
+def test_what_can_not_be_written_is_refused_at_once(options, option, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "file.png"
+    for refused in (tmp_path, file):  # as if by the system, which lets root do all
+        monkeypatch.setattr(os, "access", lambda path, mode, refused=refused: path != refused)
+        assert main(["eval", *options, option, str(file)]) == 2
+        out, err = capsys.readouterr()
+        assert err == f"h2o-jax: error: {option}: {file}: permission denied\n" and out == ""
+        file.touch()
+
+
+@pytest.mark.parametrize("pair", [("--output", "--csv"), ("--output", "--plot"), ("--csv", "--plot")])
+def test_no_two_options_name_one_file(options, pair, tmp_path, capsys):
+    file, soft, hard = (tmp_path / name for name in ("a.png", "soft.png", "hard.png"))
+    soft.symlink_to(file)  # of what is not there yet
+    for other in (file, soft, hard):
+        assert main(["eval", *options, pair[0], str(file), pair[1], str(other)]) == 2
+        out, err = capsys.readouterr()
+        assert f"{pair[1]}: expected another file than that of {pair[0][2:]}; got {other} for both" in err
+        assert out == "" and (other is hard or not file.exists())
+        if other is soft:
+            file.touch()
+            hard.hardlink_to(file)
 
 
 def test_plot_is_refused_before_anything_runs(options, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """Generation with a tiny random model: ragged batches, stopping, sampling, refusals, compilations."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +100,32 @@ def test_a_small_budget_changes_the_logits(model):
     for wrong in ([], [VOCAB]):
         with pytest.raises(ValueError, match="continuation: expected .*token id"):
             teacher_forced_logits(model, prompt, wrong, policy=DENSE, page_size=4)
+    for name, pair in (("dense", (exact.at[0, 0].set(jnp.nan), sparse)), ("policy", (exact, sparse / 0))):
+        with pytest.raises(FloatingPointError, match=f"{name}_logits: expected finite numbers, got NaN"):
+            agreement(*pair)
+
+
+def test_logits_that_are_not_finite_are_no_tokens(model):
+    """Of the rows alone that hold a request and have not met a stop token."""
+
+    def prefilled(hidden_row=0, cached_rows=(), **options):
+        config = model.cache_config(4, 16, 4)
+        loop = GenerationLoop(model, PROMPTS[:3], policy=DENSE, max_new_tokens=12, config=config, **options)
+        for _ in loop.prefill():
+            loop._hidden = loop._hidden.at[hidden_row].set(jnp.nan)
+        for row in cached_rows:
+            first, *layers = loop._state.layers
+            v = first.v.at[loop._state.table.pages[row, 0]].set(jnp.nan)
+            loop._state = h2o_jax.PagedState(loop._state.table, (dataclasses.replace(first, v=v), *layers))
+        return loop
+
+    stop = run(model, PROMPTS[:3])[2][0]
+    message = r"logits: expected finite numbers, got NaN or infinity for prompts \[0\], computing in float32"
+    with pytest.raises(FloatingPointError, match=message):
+        prefilled(0).decode(1)
+    assert prefilled(3).decode() == run(model, PROMPTS[:3])
+    with pytest.raises(FloatingPointError, match=r"prompts \[1\]"):
+        prefilled(3, (1, 2), stop_tokens=[stop]).decode()
 
 
 def test_teacher_forced_logits_choose_the_generated_tokens(model):
@@ -226,6 +254,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
         (dict(stop_tokens="a"), r"stop_tokens: expected integers in \[0, 61\), got 'a'"),
         (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),
+        (dict(seed=-1), r"seed: expected an integer in \[0, 2\*\*32\), got -1"),
+        (dict(max_new_tokens=10**20), "new ones exceed the model's context of 128 tokens"),
         (dict(top_p=0.0), "top_p"),
         (dict(top_p=1.5), "top_p"),
         (dict(page_size=0), "page_size"),

@@ -106,9 +106,20 @@ def test_config_says_what_a_state_takes(capsys):
     ]
 
 
+def test_any_number_of_layers_is_computed_from_one(capsys):
+    ones = [f"{name}=1" for name in ("num_kv_heads", "head_dim", "max_requests", "pages_per_request")]
+    sizes = ["num_layers=99999999", "page_size=1", *ones]
+    assert cli.main(["info", "--config", *sizes, "dtype=float32", "--dense-layers", "99999998,0"]) == 0
+    out = capsys.readouterr().out
+    assert "each of 99999997 layers" in out and "each of 2 dense layers" in out
+    assert f"summaries        {99999997 * 12 / 2**30:.2f} GiB" in out
+    assert f"keys and values  {99999999 * 8 / 2**20:.2f} MiB" in out
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ([*SIZES, "--dense-layers", "1,4"], "--dense-layers: expected layers below num_layers = 4, got [4]"),
         (["num_layers=4"], "--config: num_kv_heads is missing"),
         ([*SIZES, "pages=3"], "--config: unknown field 'pages'; the fields are num_layers, "),
         ([*SIZES, "num_pages=many"], "--config: expected num_pages=NUMBER, got num_pages=many"),

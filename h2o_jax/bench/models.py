@@ -153,6 +153,7 @@ def _prepare(
             count=jnp.int32(0),
             newest=jnp.arange(sizes.batch, dtype=jnp.int32),
             done=jnp.zeros(sizes.batch, bool),
+            finite=jnp.ones(sizes.batch, bool),
         )
         state, progress = decode_loop(
             weights,

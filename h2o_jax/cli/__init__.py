@@ -45,13 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # what it raises can't be said any more once the process ends
+        return code
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
         return _refuse(f"{error}; this command needs: pip install 'h2o-jax[cli]'")
-    except (ValueError, OSError, ImportError, NotImplementedError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError, MemoryError, FloatingPointError) as error:
         return _refuse(describe(error, args))
     except KeyboardInterrupt:
         print("\nh2o-jax: interrupted", file=sys.stderr)

@@ -4,11 +4,15 @@ import argparse
 import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
 from h2o_jax import bench
+from h2o_jax._outputs import os_errors_name
+from h2o_jax.cli.files import path_option
 from h2o_jax.cli.info import devices, section, versions
 from pallas_kernels._dispatch import candidates
 
@@ -28,7 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("names", nargs="*", metavar="NAME", help="groups of rows; default all")
     parser.add_argument("--list", action="store_true", help="list the groups")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write JSON lines, one a row")
+    output_help = "also write JSON lines, one a row, after those that are there"
+    parser.add_argument("--output", type=path_option, metavar="FILE", help=output_help)
     tokens_help = f"of the longest row in most groups; default {bench.TOKENS}, needed without a GPU"
     parser.add_argument("--tokens", type=int, metavar="N", help=tokens_help)
 
@@ -48,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     environment |= {name: shown[name] for name in _VERSIONS}
 
     rows = []
-    with args.output.open("w", encoding="utf-8") if args.output else contextlib.nullcontext() as file:
+    with _appended(args.output) as file:
         print(section("versions", [(name, shown[name]) for name in _VERSIONS]))
         print(section("devices", devices()))
         print(bench.HEADER)
@@ -58,6 +63,15 @@ def run(args: argparse.Namespace) -> int:
             if file:
                 print(row.to_json(environment), file=file, flush=True)
     return _summary(rows)
+
+
+@contextlib.contextmanager
+def _appended(path: Path | None) -> Iterator[TextIO | None]:
+    if path is None:
+        yield None
+        return
+    with os_errors_name(path), path.open("a", encoding="utf-8") as file:
+        yield file
 
 
 def _settings(tokens: int | None) -> bench.Run:

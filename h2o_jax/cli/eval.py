@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import os
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import jax
 
-from h2o_jax.cli.errors import read_option
+from h2o_jax._outputs import check_outputs
+from h2o_jax.cli.files import path_option, read_option
 from h2o_jax.cli.info import versions
 from h2o_jax.eval import TASKS, Cell, PolicySpec, Setup, Store, budget_tokens, evaluate, grid, policy_names
 from h2o_jax.eval.plot import check_plot, write_plot
@@ -73,12 +75,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"some of {', '.join(TASKS)}; default all")
-    parser.add_argument("--model", help="Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct")
+    model_help = "Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct"
+    parser.add_argument("--model", type=path_option, help=model_help)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU"
     )
     parser.add_argument(
-        "--text", type=Path, help="a UTF-8 text file; default the prose of Python's help topics"
+        "--text", type=path_option, help="a UTF-8 text file; default the prose of Python's help topics"
     )
     parser.add_argument(
         "--policies",
@@ -99,21 +102,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--steps", type=int, help="decode steps of perplexity and coverage")
     rows_help = "windows of the text, and passkeys at each depth; all are one batch"
     parser.add_argument("--rows", type=int, help=rows_help)
+    output_help = "JSON lines, one a finished cell; they are not run again"
+    parser.add_argument("--output", type=path_option, metavar="FILE", help=output_help)
+    parser.add_argument("--csv", type=path_option, metavar="FILE", help="also write the table")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON lines, one a finished cell; they are not run again"
-    )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="also draw quality against budget, such as out.png"
+        "--plot", type=path_option, metavar="FILE", help="also draw quality against budget, such as out.png"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; see `h2o-jax eval --help`."""
-    from rich.console import Console
-
-    from h2o_jax.cli.eval_report import Reporter, print_tables
-
     defaults = _ON_GPU if jax.default_backend() == "gpu" else _ON_CPU
     chosen = dataclasses.asdict(defaults)
     chosen |= {name: given for name in chosen if (given := getattr(args, name)) is not None}
@@ -121,31 +119,37 @@ def run(args: argparse.Namespace) -> int:
     policies = [PolicySpec.parse(text) for text in chosen["policies"]]
     budgets = budget_tokens(chosen["budgets"], context, page_sizes)
     cells = grid(args.tasks or TASKS, policies, page_sizes, budgets, context)
-    for path in (args.csv, args.plot):
-        if path and not path.parent.is_dir():
-            raise FileNotFoundError(f"{path.parent}: no such directory")
+    check_outputs(output=args.output, csv=args.csv, plot=args.plot)
     if args.plot:
         check_plot(args.plot)
     text = _text(args.text)
-    store = Store(args.output)
+    with Store(args.output) as store:
+        return _run(args, chosen, cells, budgets, text, store)
+
+
+def _run(args, chosen, cells: list[Cell], budgets: list[int], text: str, store: Store) -> int:
+    from rich.console import Console
+
+    from h2o_jax.cli.eval_report import Reporter, print_tables
+
     console = Console(stderr=True)
     if store.note:
         console.print(store.note, highlight=False)
     with console.status("loading the model"):
         model, tokenizer = load(args.model, dtype=args.dtype)
-    setup = Setup(model, tokenizer, text, context, chosen["steps"], chosen["rows"])
+    setup = Setup(model, tokenizer, text, chosen["context"], chosen["steps"], chosen["rows"])
     environment = {
-        "model": (default_model_path() if args.model is None else Path(args.model)).name,
+        "model": Path(os.path.abspath(args.model or default_model_path())).name,  # "." has no name
         "device": jax.devices()[0].device_kind,
         **setup.key(),
     }
     keys = {cell: cell.key() | environment for cell in cells}
     missing = [cell for cell in cells if store.find(keys[cell]) is None]
-    print(_plan(cells, missing, setup, environment, page_sizes, budgets), flush=True)
+    print(_plan(cells, missing, setup, environment, chosen["page_sizes"], budgets), flush=True)
 
     around = {"date": datetime.date.today().isoformat()}
     around |= {name: version for name, version in versions() if name in _VERSIONS}
-    with Reporter(console, len(missing), context) as reporter:
+    with Reporter(console, len(missing), setup.context) as reporter:
         for cell, results in evaluate(setup, missing, reporter.begin, reporter.prefilled):
             store.append(keys[cell] | around, results)
     records: list[Any] = [store.find(keys[cell]) for cell in cells]

@@ -6,11 +6,10 @@ import dataclasses
 import os
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-from h2o_jax.cli.errors import read_option
+from h2o_jax.cli.files import path_option, read_option
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
 from h2o_jax.generate import GenerationLoop, check_options
 from h2o_jax.models import StreamDecoder, load
@@ -29,9 +28,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Generates text, on standard output, and says on standard error what it cost.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--model", help="Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct")
+    model_help = "Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct"
+    parser.add_argument("--model", type=path_option, help=model_help)
     parser.add_argument("--prompt", help="what to say to the model; after the text of --prompt-file if both")
-    parser.add_argument("--prompt-file", type=Path, help="a UTF-8 text file to start from")
+    parser.add_argument("--prompt-file", type=path_option, help="a UTF-8 text file to start from")
     parser.add_argument(
         "--raw", action="store_true", help="continue the text as it is, without the model's chat template"
     )
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     policy, page_size = policy_from_options(args)
-    check_options(args.max_new_tokens, args.temperature, args.top_p)
+    check_options(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     require_runnable(args.implementation)
     text = _prompt_text(args)
     console = Console(stderr=True)

@@ -14,7 +14,7 @@ import pallas_kernels
 from h2o_jax import memory
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
 from h2o_jax.config import CacheConfig
-from h2o_jax.policy import Policy
+from h2o_jax.policy import Policy, get_policy
 from h2o_jax.state import init_state
 from pallas_kernels._dispatch import IMPLEMENTATIONS, candidates
 
@@ -77,16 +77,24 @@ def _integer(name: str, text: str) -> int:
 
 def state_memory(config: CacheConfig, policy: Policy) -> list[tuple[str, list[tuple[str, str]]]]:
     """Titles and lines: what a state takes for a layer of each kind, and in all."""
-    state = jax.eval_shape(lambda: init_state(config, policy))
-    dense = [i for i in range(config.num_layers) if i in policy.dense_layers]
-    sparse = [i for i in range(config.num_layers) if i not in policy.dense_layers]
-    found = []
-    for kind, layers in (("", sparse), ("dense ", dense)):
-        if layers:
-            one = memory.parts(dataclasses.replace(state, layers=(state.layers[layers[0]],)))
-            del one["page table"]
-            found.append((f"each of {len(layers)} {kind}layers", _sizes(one)))
-    all_parts = memory.parts(state)
+    dense = set(policy.dense_layers)
+    beyond = [layer for layer in dense if layer >= config.num_layers]
+    if beyond:
+        raise ValueError(
+            f"dense_layers: expected layers below num_layers = {config.num_layers}, got {beyond}"
+        )
+    one_layer = dataclasses.replace(config, num_layers=1)
+    found, all_parts = [], {"page table": 0}
+    for kind, like, num_layers in (
+        ("", dataclasses.replace(policy, dense_layers=()), config.num_layers - len(dense)),
+        ("dense ", get_policy("dense_attention"), len(dense)),
+    ):
+        if num_layers:
+            parts = memory.parts(jax.eval_shape(functools.partial(init_state, one_layer, like)))
+            all_parts["page table"] = parts.pop("page table")
+            found.append((f"each of {num_layers} {kind}layers", _sizes(parts)))
+            for name, size in parts.items():
+                all_parts[name] = all_parts.get(name, 0) + num_layers * size
     total = sum(all_parts.values())
     a_token = total / (config.num_pages * config.page_size)
     found.append(("in all", [*_sizes(all_parts), ("state", f"{memory.shown(total)}, {a_token:,.0f} bytes a token")]))

@@ -3,7 +3,8 @@
 Every policy is given the same number of tokens to read in a step, and compared with dense attention after
 the same dense prefill: `perplexity` (of a text, with KL and top-1 agreement), `coverage` (how much of exact
 attention the pages read hold) and `passkey` (whether a hidden number is found). Results of record are kept in
-`results`, a file of JSON lines for each device and date.
+`results`, a file of JSON lines for each device and date; they name their model but hold no fingerprint of it, so
+no run takes them for its own.
 """
 
 from h2o_jax.eval.baselines import OraclePolicy, RandomPolicy

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from h2o_jax.eval.exact import page_mass
+from h2o_jax.generate import check_seed
 from h2o_jax.policy import Policy
 
 
@@ -25,10 +26,14 @@ class RandomPolicy(Policy):
     """Pages at random, others in each step, layer, row and KV head.
 
     Attributes:
-        seed: of the choice.
+        seed: of the choice, in [0, 2**32).
     """
 
     seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_seed(self.seed)
 
     def score(self, cache, table, q, window, *, implementation=None):
         heads = (cache.k.shape[1], table.pages.shape[1])

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from h2o_jax.eval.baselines import RecentPolicy
 from h2o_jax.eval.observed import ObservedPolicy, observations
 from h2o_jax.eval.windows import Windows
@@ -14,10 +16,11 @@ def measure(windows: Windows, policy: ObservedPolicy, page_size: int) -> dict[st
     Returns:
         "mass", the share of exact dense attention on the pages read; "recall", the share of the best pages of
         the window among as many chosen ones; and both by layer and KV head, "mass_by_head" and
-        "recall_by_head".
+        "recall_by_head". Where attention is not finite, neither are these.
     """
     state, _ = windows.run(policy, page_size)
     found = {name: values.astype(float) for name, values in observations(state).items()}
+    found["recall"][np.isnan(found["mass"])] = np.nan  # pages were ranked by what is not finite
     means = {name: float(values.mean()) for name, values in found.items()}
     return means | {f"{name}_by_head": values.tolist() for name, values in found.items()}
 

@@ -39,7 +39,7 @@ class Passkeys:
         progress: see `prefill`.
 
     Raises:
-        ValueError: a filler shorter than the context, or a question that does not fit its room.
+        ValueError: a filler too short for passages that differ, or a question that does not fit its room.
     """
 
     def __init__(
@@ -51,10 +51,14 @@ class Passkeys:
         rows: int,
         progress: Callable[[int], None],
     ):
+        filler, passages = tokenizer.encode(text, add_special_tokens=False), rows * len(DEPTHS)
+        need = context + passages - 1
+        if len(filler) < need:
+            raise ValueError(
+                f"text: expected at least {need} tokens for {passages} passages of {context}, "
+                f"got {len(filler)}"
+            )
         self._model, depths = model, np.repeat(DEPTHS, rows)
-        filler = tokenizer.encode(text, add_special_tokens=False)
-        if len(filler) < context:
-            raise ValueError(f"text: expected at least {context} tokens, got {len(filler)}")
         rng = np.random.default_rng(0)
         starts = np.linspace(0, len(filler) - context, len(depths)).astype(int)
         prompts, forced, self._answers = [], [], []
@@ -83,19 +87,20 @@ class Passkeys:
         """The share of numbers found, "accuracy", and by depth in percent, "accuracy_by_depth"."""
         state = self._prefix.state_for(policy, page_size, self._tokens.shape[1] - 1)
         _, predictions, _ = decode(self._model, state, self._tokens, self._counts, policy=policy)
-        return accuracy(predictions.correct, self._counts, self._answers)
+        correct = np.where(np.isfinite(predictions.surprise), predictions.correct, np.nan)
+        return accuracy(correct, self._counts, self._answers)
 
 
 def accuracy(correct: np.ndarray, counts: np.ndarray, answers: list[int]) -> dict[str, Any]:
     """What share of the rows predicted their whole answer; as many rows for each of `DEPTHS`, in order.
 
     Args:
-        correct: [n, R] bool, whether each prediction was right.
+        correct: [n, R], whether each prediction was right; NaN where that can't be said.
         counts: [R], predictions of each row.
         answers: how many of them, the last ones, are of the answer.
     """
     rows = enumerate(zip(counts, answers, strict=True))
-    found = [correct[count - answer : count, row].all() for row, (count, answer) in rows]
+    found = [correct[count - answer : count, row].min() for row, (count, answer) in rows]
     by_depth = np.reshape(found, (len(DEPTHS), -1)).mean(axis=1)
     return {
         "accuracy": float(np.mean(found)),

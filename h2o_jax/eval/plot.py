@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from h2o_jax._outputs import os_errors_name
 from h2o_jax.eval.budget import DENSE
 from h2o_jax.eval.cells import COVERAGE, PASSKEY, PERPLEXITY
 from h2o_jax.eval.report import policy_of
@@ -65,12 +66,12 @@ def write_plot(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no policy but dense attention in the records.
+        ValueError: no policy but dense attention in the records, or nothing finite.
     """
     pyplot = _pyplot()
     panels = [panel for panel in _PANELS if any(_points(panel, records))]
     if not panels:
-        raise ValueError("--plot: expected a policy with a budget; dense attention alone is no line")
+        raise ValueError("--plot: expected a policy with a budget and finite results, got none to draw")
     policies = list(dict.fromkeys(str(policy_of(record)) for record in records if record["policy"] != DENSE))
     sizes = sorted({record["page_size"] for record in records if record["policy"] != DENSE})
     colours = pyplot.get_cmap("tab20" if len(policies) > 10 else "tab10")
@@ -98,7 +99,8 @@ def write_plot(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     figure.set_size_inches(_WIDTH * columns, _HEIGHT * rows + _LEGEND * -(-len(order) // columns))
     figure.legend([drawn[key] for key in order], names, loc="outside lower center", ncols=columns, fontsize=8)
     figure.suptitle(_title(records), fontsize=10)
-    figure.savefig(path, dpi=_DPI)
+    with os_errors_name(path):
+        figure.savefig(path, dpi=_DPI)
     pyplot.close(figure)
 
 

@@ -1,11 +1,12 @@
 """Finished cells as columns of text, and as a CSV file."""
 
 import csv
-import os
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from h2o_jax._outputs import os_errors_name
 from h2o_jax.eval.budget import DENSE
 from h2o_jax.eval.cells import COVERAGE, PASSKEY, PERPLEXITY, PolicySpec
 
@@ -46,13 +47,13 @@ def _number(value: float | None, form: str) -> str:
 
 
 def write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Writes all records, under one header; the file is there whole or not at all."""
+    """Writes all records, under one header, into the file at `path`; where one is wrong, nothing."""
     columns = [*_CELL, *(name for names in METRICS.values() for name in names), *_AROUND]
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
-        writer.writeheader()
-        for record in records:
-            options = ",".join(f"{name}={value}" for name, value in policy_of(record).options)
-            writer.writerow({**record, "options": options})
-    os.replace(partial, path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+    writer.writeheader()
+    for record in records:
+        options = ",".join(f"{name}={value}" for name, value in policy_of(record).options)
+        writer.writerow({**record, "options": options})
+    with os_errors_name(path):
+        path.write_text(text.getvalue(), encoding="utf-8", newline="")

@@ -13,6 +13,7 @@ import numpy as np
 from h2o_jax.eval import coverage, perplexity
 from h2o_jax.eval.budget import DENSE
 from h2o_jax.eval.cells import COVERAGE, PASSKEY, Cell
+from h2o_jax.eval.fingerprint import fingerprint
 from h2o_jax.eval.layerwise import Layerwise
 from h2o_jax.eval.observed import observe
 from h2o_jax.eval.passkey import QUESTION_TOKENS, Passkeys
@@ -49,14 +50,15 @@ class Setup:
         new, limit = max(self.steps, QUESTION_TOKENS), self.model.config.max_position_embeddings
         if self.context + new > limit:
             raise ValueError(
-                f"context: expected at most {limit - new} tokens before {new} new ones, since the model's "
-                f"context is {limit}; got {self.context}"
+                f"context + steps: expected at most {limit} tokens, the model's context, "
+                f"got {self.context} + {new}" + (" for a question" if new > self.steps else "")
             )
 
     def key(self) -> dict[str, Any]:
         """What results depend on beside the cell, the model's name and the device."""
         return {
             "text": hashlib.sha256(self.text.encode()).hexdigest()[:12],
+            "fingerprint": fingerprint(self.model, self.tokenizer),
             "dtype": self.model.dtype.name,
             "context": self.context,
             "steps": self.steps,

@@ -1,52 +1,81 @@
 """Finished cells, a line of JSON each, so that an interrupted run goes on where it stopped."""
 
+import contextlib
+import fcntl
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from h2o_jax._outputs import check_outputs, os_errors_name
+
+MOST_BYTES = 64 << 20  # Python takes up to 20 times as much for what it reads from JSON
+_BEGIN = b'{"task": '
 
 
-class Store:
-    """The finished cells of a file.
+class Store(contextlib.AbstractContextManager):
+    """The finished cells of a file, which no other store can have at the same time.
 
-    A cell's record holds its key, which says all that its results depend on, and then the results. The last
-    line of a process that was killed may be torn: it is dropped when the file is opened.
+    A cell's record holds its key, "task" first, which says all that its results depend on, and then the
+    results. The last line of a process that was killed may be torn: one that begins as a record and has no
+    end is dropped when the file is opened. A context manager, which closes the file.
 
     Args:
-        path: the file, made where there is none; None keeps the records in memory alone.
+        path: a regular file, made where there is none; None keeps the records in memory alone.
 
     Attributes:
         note: what was dropped; empty where nothing was.
 
     Raises:
-        OSError: the file can't be written.
-        ValueError: a line that is not a record, other than the last.
+        OSError: the file can't be written, or another store has it.
+        ValueError: something else than a file, one that is too large, or a line that is not a record; the
+            file is left as it is.
     """
 
     def __init__(self, path: Path | None = None):
-        self._path, self._records, self.note = path, [], ""
+        self._records: list[dict[str, Any]] = []
+        self._file: BinaryIO | None = None
+        self.note = ""
         if path is None:
             return
-        path.open("ab").close()  # a file that can't be written is to be known at once
-        lines = path.read_bytes().splitlines(keepends=True)
+        check_outputs(path=path)
+        self._file = path.open("a+b")
+        try:
+            with os_errors_name(path):
+                self._read(self._file, path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __exit__(self, *_) -> None:
+        if self._file is not None:
+            with os_errors_name(self._file.name):
+                self._file.close()
+
+    def _read(self, file: BinaryIO, path: Path) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"{path}: in use by another evaluation") from None
+        file.seek(0)
+        content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"{path}: expected at most {MOST_BYTES} bytes of records, got more")
+        lines = content.splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if not isinstance(record, dict):
-                if number < len(lines):
-                    raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}")
-                with path.open("r+b") as file:
-                    file.truncate(sum(map(len, lines[:-1])))
-                self.note = f"{path}: dropped a torn last line"
-            elif not line.endswith(b"\n"):
-                with path.open("ab") as file:
+            record, is_cut = _record(line), number == len(lines) and not line.endswith(b"\n")
+            if record is not None:
+                self._records.append(record)
+                if is_cut:
                     file.write(b"\n")
-                self._records.append(record)
+            elif is_cut and line[: len(_BEGIN)] == _BEGIN[: len(line)]:
+                file.truncate(len(content) - len(line))
+                self.note = f"{path}: dropped a torn last line"
             else:
-                self._records.append(record)
+                raise ValueError(
+                    f"{path}, line {number}: expected a record of an evaluation, got {line[:40]!r}"
+                )
 
     def find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """The latest record with this key, or None."""
@@ -64,10 +93,19 @@ class Store:
         """
         record = {**key, **_rounded(results)}
         self._records.append(record)
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                print(json.dumps(record), file=file, flush=True)
+        if self._file is not None:
+            with os_errors_name(self._file.name):
+                self._file.write(json.dumps(record).encode() + b"\n")
+                self._file.flush()
         return record
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and "task" in record else None
 
 
 def _rounded(value: Any) -> Any:
