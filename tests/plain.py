@@ -7,6 +7,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from tests import tolerance
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -31,6 +34,17 @@ def attention(q, keys, values, chosen, scale):
     logits = scale * jnp.einsum("hgd,lhd->hgl", grouped, keys.astype(jnp.float32), precision=HIGHEST)
     weights = jax.nn.softmax(jnp.where(chosen[:, None], logits, -jnp.inf), axis=-1)
     out = jnp.einsum("hgl,lhd->hgd", weights, values.astype(jnp.float32), precision=HIGHEST)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def attention_in_sequence(q, keys, values, chosen, scale):
+    """`attention` of many rows, all sums rounded after each term, as those of a GPU's float32 dots are."""
+    grouped = np.asarray(q, np.float32).reshape(len(q), keys.shape[2], -1, q.shape[-1])
+    logits = np.float32(scale) * tolerance.products_in_sequence(grouped, keys)
+    logits = np.where(np.asarray(chosen)[:, :, None], logits, np.float32(-np.inf))
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    by_column = np.swapaxes(np.asarray(values), 1, 3)  # [B, D, Hkv, L]: a sum over tokens
+    out = tolerance.products_in_sequence(weights / weights.sum(axis=-1, keepdims=True), by_column)
     return out.reshape(q.shape).astype(q.dtype)
 
 

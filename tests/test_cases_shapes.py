@@ -134,8 +134,9 @@ def check_attention(got, q, keys, values, *, dtype="float32", page_size=1, pages
     spare = -length % 64  # so that few shapes are compiled
     keys, values = (np.pad(x, ((0, spare), (0, 0), (0, 0))) for x in (keys, values))
     arrays = [jnp.asarray(x, dtype)[None] for x in (q, keys, values)]
-    by_plain = plain.attention(*arrays, np.pad(chosen, ((0, 0), (0, spare)))[None], scale)[0].astype(jnp.float32)
-    tolerance.assert_as_good_as_plain(got, exact, by_plain, dtype, name=name)
+    arrays += [np.pad(chosen, ((0, 0), (0, spare)))[None], scale]
+    plains = [attention(*arrays)[0] for attention in (plain.attention, plain.attention_in_sequence)]
+    tolerance.assert_as_good_as_plains(got, exact, plains, dtype, name=name)
 
 
 def check_dense(batch, *, dtype="float32"):
