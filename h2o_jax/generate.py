@@ -491,7 +491,7 @@ def check_stop_tokens(stop_tokens: Iterable[int], vocab_size: int) -> frozenset[
     except TypeError:  # nothing to iterate over
         ids = [None]
     if isinstance(stop_tokens, bytes) or not all(is_integer(x, 0) and x < vocab_size for x in ids):
-        raise ValueError(f"stop_tokens: expected integers in [0, {vocab_size}), got {stop_tokens!r:.80}")
+        raise ValueError(f"stop_tokens: expected a sequence of integers in [0, {vocab_size}), got {stop_tokens!r:.80}")
     return frozenset(map(int, ids))
 
 
@@ -508,7 +508,9 @@ def check_fit(model: Llama, config: CacheConfig) -> None:
 def check_prompt(name: str, prompt: Sequence[int], vocab_size: int) -> np.ndarray:
     """The prompt as int32; ValueError that says `name` unless it is at least one token of the vocabulary."""
     ids = np.asarray(prompt)
-    if ids.ndim != 1 or not ids.size:
+    if ids.ndim != 1:
+        raise ValueError(f"{name}: expected a sequence of token ids, got {prompt!r:.80}")
+    if not ids.size:
         raise ValueError(f"{name}: expected at least one token id, got {prompt!r:.80}")
     if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"{name}: expected token ids in [0, {vocab_size}), got {prompt!r:.80}")

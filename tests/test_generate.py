@@ -180,7 +180,7 @@ def test_stop_tokens_in_any_iterable(stops):
     ids=repr,
 )
 def test_stop_tokens_that_are_none(stops):
-    with pytest.raises(ValueError, match=rf"^stop_tokens: expected integers in \[0, {VOCAB}\), got "):
+    with pytest.raises(ValueError, match=rf"^stop_tokens: expected a sequence of integers in \[0, {VOCAB}\), got "):
         check_stop_tokens(stops, VOCAB)
 
 
@@ -245,13 +245,16 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
     ("change", "message"),
     [
         (dict(prompts=[]), "prompts: expected at least one prompt"),
+        (dict(prompts=[5, 6]), r"prompts\[0\]: expected a sequence of token ids, got 5"),
+        (dict(prompts=["text"]), r"prompts\[0\]: expected a sequence of token ids, got 'text'"),
+        (dict(stop_tokens=2), r"stop_tokens: expected a sequence of integers in \[0, 61\), got 2"),
         (dict(prompts=[[1], []]), r"prompts\[1\]: expected at least one token"),
         (dict(prompts=[[1, VOCAB]]), r"prompts\[0\]: expected token ids in \[0, 61\)"),
         (dict(prompts=[[0.5]]), r"prompts\[0\]: expected token ids"),
         (dict(prompts=[[1] * 125]), "125 tokens and 4 new ones exceed the model's context of 128"),
         (dict(max_new_tokens=0), "max_new_tokens: expected a positive integer, got 0"),
         (dict(max_new_tokens=True), "max_new_tokens: expected a positive integer, got True"),
-        (dict(stop_tokens="a"), r"stop_tokens: expected integers in \[0, 61\), got 'a'"),
+        (dict(stop_tokens="a"), r"stop_tokens: expected a sequence of integers in \[0, 61\), got 'a'"),
         (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"),
         (dict(seed=-1), r"seed: expected an integer in \[0, 2\*\*32\), got -1"),

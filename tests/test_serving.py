@@ -166,7 +166,7 @@ def test_rows_are_given_in_order_of_arrival(page_case):
         (dict(prompt=[]), "prompt: expected at least one token id"),
         (dict(prompt=[1, VOCAB]), r"prompt: expected token ids in \[0, 61\), got \[1, 61\]"),
         (dict(prompt=[0.5]), "prompt: expected token ids"),
-        (dict(stop_tokens="</s>"), r"stop_tokens: expected integers in \[0, 61\), got '</s>'"),
+        (dict(stop_tokens="</s>"), r"stop_tokens: expected a sequence of integers in \[0, 61\), got '</s>'"),
         (dict(max_new_tokens=0), "max_new_tokens: expected a positive integer, got 0"),
         (dict(max_new_tokens=True), "max_new_tokens: expected a positive integer, got True"),
         (dict(max_new_tokens=128), "prompt: 1 tokens and 128 new ones exceed the model's context of 128"),
