@@ -97,9 +97,7 @@ def init_state(config: CacheConfig, policy: Policy) -> PagedState:
     """
     check_kind("config", config, CacheConfig)
     require_policy(policy)
-    beyond = [i for i in policy.dense_layers if i >= config.num_layers]
-    if beyond:
-        raise ValueError(f"dense_layers: expected layers below num_layers = {config.num_layers}, got {beyond}")
+    check_layers(policy, config)
     try:
         return _empty(config, policy)
     except jax.errors.JaxRuntimeError as error:
@@ -110,6 +108,13 @@ def init_state(config: CacheConfig, policy: Policy) -> PagedState:
         # JAX makes the attributes of its options at run time.
         device = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
         raise memory.out_of_memory(shapes, config.num_pages, memory.free(device)) from error
+
+
+def check_layers(policy: Policy, config: CacheConfig) -> None:
+    """Raises ValueError unless all dense layers of the policy exist."""
+    beyond = [i for i in policy.dense_layers if i >= config.num_layers]
+    if beyond:
+        raise ValueError(f"dense_layers: expected layers below num_layers = {config.num_layers}, got {beyond}")
 
 
 def _empty(config: CacheConfig, policy: Policy) -> PagedState:

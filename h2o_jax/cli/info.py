@@ -15,7 +15,7 @@ from h2o_jax import memory
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
 from h2o_jax.config import CacheConfig
 from h2o_jax.policy import Policy, get_policy
-from h2o_jax.state import init_state
+from h2o_jax.state import check_layers, init_state
 from pallas_kernels._dispatch import IMPLEMENTATIONS, candidates
 
 PACKAGES = ("h2o-jax", "jax", "jaxlib", "flax", "numpy", "jax-triton", "gguf", "tokenizers")
@@ -77,17 +77,13 @@ def _integer(name: str, text: str) -> int:
 
 def state_memory(config: CacheConfig, policy: Policy) -> list[tuple[str, list[tuple[str, str]]]]:
     """Titles and lines: what a state takes for a layer of each kind, and in all."""
-    dense = set(policy.dense_layers)
-    beyond = [layer for layer in dense if layer >= config.num_layers]
-    if beyond:
-        raise ValueError(
-            f"dense_layers: expected layers below num_layers = {config.num_layers}, got {beyond}"
-        )
+    check_layers(policy, config)
+    num_dense = len(policy.dense_layers)
     one_layer = dataclasses.replace(config, num_layers=1)
     found, all_parts = [], {"page table": 0}
     for kind, like, num_layers in (
-        ("", dataclasses.replace(policy, dense_layers=()), config.num_layers - len(dense)),
-        ("dense ", get_policy("dense_attention"), len(dense)),
+        ("", dataclasses.replace(policy, dense_layers=()), config.num_layers - num_dense),
+        ("dense ", get_policy("dense_attention"), num_dense),
     ):
         if num_layers:
             parts = memory.parts(jax.eval_shape(functools.partial(init_state, one_layer, like)))
