@@ -20,6 +20,8 @@ if typing.TYPE_CHECKING:
     from h2o_jax.generate import generate
     from h2o_jax.serving import Server
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CacheConfig",
     "LayerCache",

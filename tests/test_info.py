@@ -6,6 +6,7 @@ from importlib import metadata
 import jax
 import pytest
 
+import h2o_jax
 import pallas_kernels
 from h2o_jax import cli
 from h2o_jax.cli import info
@@ -30,11 +31,18 @@ def test_info_shows_versions_devices_and_every_op(capsys):
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     shown = dict(lines)
     assert shown["python"] == platform.python_version()
+    assert shown["h2o-jax"] == h2o_jax.__version__
     assert shown["jax"] == metadata.version("jax")
     assert shown["flax"] == metadata.version("flax")
     device = jax.devices()[0]
     assert shown[f"{device.platform}:{device.id}"].startswith(device.device_kind)
     assert set(pallas_kernels.__all__) <= set(shown)
+
+
+def test_the_version_alone(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["--version"])
+    assert exit.value.code == 0 and capsys.readouterr().out == f"{h2o_jax.__version__}\n"
 
 
 def test_absent_package_is_not_installed(monkeypatch):

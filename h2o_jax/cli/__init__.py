@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from h2o_jax import __version__
 from h2o_jax.cli.errors import describe
 
 BAD_INPUT = 2
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from h2o_jax.cli import bench, eval, generate, info, verify
 
     parser = argparse.ArgumentParser(prog="h2o-jax", description="H2O sparse attention for LLM decoding in JAX.")
+    parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (generate, verify, bench, eval, info):
         command.add_parser(subparsers)

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from h2o_jax import memory
+from h2o_jax import __version__, memory
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
 from h2o_jax.config import CacheConfig
 from h2o_jax.policy import Policy, get_policy
 from h2o_jax.state import check_layers, init_state
 from pallas_kernels._dispatch import IMPLEMENTATIONS, candidates
 
-PACKAGES = ("h2o-jax", "jax", "jaxlib", "flax", "numpy", "jax-triton", "gguf", "tokenizers")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-triton", "gguf", "tokenizers")
 NOT_INSTALLED = "not installed"
 
 
@@ -109,7 +109,8 @@ def section(title: str, lines: Sequence[tuple[str, str]]) -> str:
 
 def versions() -> list[tuple[str, str]]:
     """Name and version of Python and of the packages that matter here."""
-    return [("python", platform.python_version()), *((name, _version(name)) for name in PACKAGES)]
+    own = [("python", platform.python_version()), ("h2o-jax", __version__)]
+    return [*own, *((name, _version(name)) for name in PACKAGES)]
 
 
 def _version(package: str) -> str:
