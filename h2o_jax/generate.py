@@ -188,10 +188,10 @@ class GenerationLoop:
         limit = self._max_new_tokens if num_tokens is None else begin + int(num_tokens)
         self._state, self._progress = self._run_decode(self._progress, min(limit, self._max_new_tokens))
         self._returned = int(self._progress.count)
-        if not self._progress.finite.all():
-            rows = np.flatnonzero(~np.asarray(self._progress.finite)).tolist()
+        rows = np.flatnonzero(~np.asarray(self._progress.finite))
+        if rows.size:
             raise FloatingPointError(
-                f"logits: expected finite numbers, got NaN or infinity for prompts {rows}, "
+                f"logits: expected finite numbers, got NaN or infinity for prompts {rows.tolist()}, "
                 f"computing in {self._hidden.dtype.name}"
             )
         return self._tokens(begin, self._returned)

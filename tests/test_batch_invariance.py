@@ -13,6 +13,7 @@ import pytest
 
 import h2o_jax
 from tests.kernel_runs import GPU_MARKS, jit
+from tests.worlds import filled_with_nan
 
 KV_HEADS, GROUP = 2, 3
 
@@ -67,10 +68,9 @@ def get_policy(name, sizes):
 
 def shuffled(config, policy, rng):
     """An empty state of NaN whose pages are taken in a random order."""
-    state = h2o_jax.init_state(config, policy)
+    state = filled_with_nan(h2o_jax.init_state(config, policy))
     order = jnp.asarray(rng.permutation(config.num_pages), jnp.int32)
-    layers = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.layers)
-    return h2o_jax.PagedState(dataclasses.replace(state.table, free_pages=order), layers)
+    return h2o_jax.PagedState(dataclasses.replace(state.table, free_pages=order), state.layers)
 
 
 def inputs(sizes, lengths, seed):

@@ -13,6 +13,7 @@ from h2o_jax import generate as generate_module
 from h2o_jax.serving import Server, forward
 from tests.test_generate import VOCAB, tiny_model
 from tests.test_loops import POLICIES, cache_config, compilations
+from tests.worlds import filled_with_nan
 
 ROWS, NUM_REQUESTS, MAX_PROMPT, MAX_NEW = 8, 50, 60, 40
 CHUNK = 16
@@ -25,11 +26,6 @@ def requests():
     prompt_lengths = rng.permutation(np.linspace(1, MAX_PROMPT, NUM_REQUESTS).astype(int))
     new = rng.permutation(np.linspace(1, MAX_NEW, NUM_REQUESTS).astype(int))
     return [(rng.integers(0, VOCAB, n).tolist(), int(m)) for n, m in zip(prompt_lengths, new)]
-
-
-def poison(state):
-    """The state with NaN in every page: what a row reads, it must have written."""
-    return h2o_jax.PagedState(state.table, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.layers))
 
 
 def new_server(model, policy, **options):
@@ -93,7 +89,7 @@ def page_case():
 
 def test_50_requests_through_8_rows_with_two_compilations(case):
     server = new_server(case.model, case.policy)
-    server._state = poison(server._state)
+    server._state = filled_with_nan(server._state)
     programs = forward._cache_size()
     with compilations() as compiled:
         tokens, short_of_pages = serve(server, case.requests)

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import h2o_jax
 from h2o_jax import reference
 from tests import tolerance
+from tests.worlds import filled_with_nan
 
 EXAMPLES = int(os.environ.get("H2O_JAX_EXAMPLES", 2000))
 ROWS, KV_HEADS, GROUP, SIZE, WRITTEN = 3, 2, 2, 4, 6  # SIZE: head_dim; WRITTEN: most tokens of one write
@@ -70,8 +71,7 @@ def compiled(world):
     config = h2o_jax.CacheConfig(
         1, KV_HEADS, SIZE, world.page_size, world.num_pages, ROWS, world.pages_per_request, dtype=jnp.float32
     )
-    state = h2o_jax.init_state(config, policy)
-    state = dataclasses.replace(state, layers=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.layers))
+    state = filled_with_nan(h2o_jax.init_state(config, policy))
 
     def advance(state, num_tokens):
         table, ok = h2o_jax.extend(state.table, num_tokens)

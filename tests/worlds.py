@@ -89,6 +89,11 @@ def draw(scenario, rng, shape, queries=False):
     return quarters / 4
 
 
+def filled_with_nan(state):
+    """The state with NaN in every page: what a row reads, it must have written."""
+    return h2o_jax.PagedState(state.table, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.layers))
+
+
 def poisoned_state(scenario, *, value=np.nan, earlier_owners=True):
     """An empty state whose every page is poison, in a random order, some of it an earlier owner's data.
 

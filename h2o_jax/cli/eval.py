@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from h2o_jax._outputs import check_outputs
-from h2o_jax.cli.files import path_option, read_option
+from h2o_jax.cli.files import add_model_option, path_option, read_option
 from h2o_jax.cli.info import versions
 from h2o_jax.eval import TASKS, Cell, PolicySpec, Setup, Store, budget_tokens, evaluate, grid, policy_names
 from h2o_jax.eval.plot import check_plot, write_plot
@@ -75,8 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"some of {', '.join(TASKS)}; default all")
-    model_help = "Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct"
-    parser.add_argument("--model", type=path_option, help=model_help)
+    add_model_option(parser)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU"
     )

@@ -13,6 +13,12 @@ def path_option(text: str) -> Path:
     return Path(text)
 
 
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """Declares `--model`."""
+    model_help = "Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct"
+    parser.add_argument("--model", type=path_option, help=model_help)
+
+
 def read_option(option: str, path: Path) -> str:
     """The text of the UTF-8 file, pipe or device that an option names, without a byte order mark.
 

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from h2o_jax.cli.files import path_option, read_option
+from h2o_jax.cli.files import add_model_option, path_option, read_option
 from h2o_jax.cli.policy_options import add_policy_options, policy_from_options
 from h2o_jax.generate import GenerationLoop, check_options
 from h2o_jax.models import StreamDecoder, load
@@ -28,8 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Generates text, on standard output, and says on standard error what it cost.",
     )
     parser.set_defaults(run=run)
-    model_help = "Hugging Face directory or .gguf file; default SmolLM2-135M-Instruct"
-    parser.add_argument("--model", type=path_option, help=model_help)
+    add_model_option(parser)
     parser.add_argument("--prompt", help="what to say to the model; after the text of --prompt-file if both")
     parser.add_argument("--prompt-file", type=path_option, help="a UTF-8 text file to start from")
     parser.add_argument(
